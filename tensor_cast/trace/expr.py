@@ -187,6 +187,21 @@ class Expr:
             total = total + value
         return total
 
+    def substitute(self, env: Mapping[str, Dim]) -> Dim:
+        """The expression with some symbols replaced by ints or expressions; the others stay."""
+        total = Expr.wrap(0)
+        for mono, coef in self.terms.items():
+            value = Expr.wrap(coef)
+            for atom, power in mono:
+                if isinstance(atom, str):
+                    base = Expr.wrap(env[atom]) if atom in env else symbol(atom)
+                else:
+                    base = Expr.wrap(_FUNCTIONS[atom[0]](*(arg.substitute(env) for arg in atom[1])))
+                for _ in range(power):
+                    value = value * base
+            total = total + value
+        return total.simplified()
+
     @staticmethod
     def parse(text: str) -> Dim:
         """Inverse of ``str``. Raises :class:`ValueError` on anything that is not a size expression."""
@@ -231,13 +246,14 @@ def ceildiv(a: Dim, b: Dim) -> Expr:
 
 
 def mod(a: Dim, b: Dim) -> Expr:
-    """``a % b``."""
-    return Expr.wrap(a) - Expr.wrap(b) * floordiv(a, b) if _divides(a, b) else _call("mod", a, b)
-
-
-def _divides(a: Dim, b: Dim) -> bool:
-    den = Expr.wrap(b).simplified()
-    return isinstance(den, int) and all(c % den == 0 for c in Expr.wrap(a).terms.values())
+    """``a % b``; constants and exact divisions fold."""
+    num, den = Expr.wrap(a).simplified(), Expr.wrap(b).simplified()
+    if isinstance(den, int):
+        if isinstance(num, int):
+            return Expr.wrap(num % den)
+        if all(c % den == 0 for c in num.terms.values()):
+            return Expr.wrap(0)
+    return _call("mod", num, den)
 
 
 def minimum(*args: Dim) -> Expr:
@@ -312,3 +328,8 @@ def _build(node: ast.AST, text: str) -> Dim:
 def evaluate(dim: Dim, env: Mapping[str, Num], *, smooth: bool = False) -> Num:
     """Value of a dimension, be it an int or an :class:`Expr`."""
     return dim.evaluate(env, smooth=smooth) if isinstance(dim, Expr) else dim
+
+
+def substitute(dim: Dim, env: Mapping[str, Dim]) -> Dim:
+    """A dimension with some symbols replaced; see :meth:`Expr.substitute`."""
+    return dim.substitute(env) if isinstance(dim, Expr) else dim
