@@ -16,7 +16,7 @@ def test_order_of_factors_and_terms_does_not_matter():
 
 
 def test_rounding_up_is_recognised():
-    assert (S + 7) // 8 == ceildiv(S, 8)
+    assert ceildiv(S, 8) == (S + 7) // 8
     assert ceildiv(8 * S + 16, 8) == S + 2
     assert floordiv(8 * S + 16, 4) == 2 * S + 4
     assert ceildiv(17, 8).simplified() == 3

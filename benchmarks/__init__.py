@@ -1,0 +1,1 @@
+"""Scripts that measure: run them from the top of a checkout, ``python -m benchmarks.<name>``."""

@@ -1,0 +1,157 @@
+"""Run one step of one layout on paper: trace, price, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensor_cast.core.input_generator import InputGenerator, KVCacheInfo
+from tensor_cast.core.trace_library import TraceLibrary
+from tensor_cast.core.user_config import UserInputConfig
+from tensor_cast.device.catalog import load_device
+from tensor_cast.device.profile import DeviceProfile
+from tensor_cast.engine.kv_cache import request_kv_bytes
+from tensor_cast.engine.profile import EngineProfile
+from tensor_cast.errors import ConfigError
+from tensor_cast.model_catalog import load_model_config
+from tensor_cast.model_config import ModelConfig, ParallelConfig
+from tensor_cast.performance_model.estimate import StepEstimate, StepEstimator
+from tensor_cast.performance_model.memory import MemoryPlan, activation_peak_bytes, weight_bytes
+from tensor_cast.quant import QuantConfig
+from tensor_cast.trace.record import Trace
+from tensor_cast.units import GIB, MS
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One step of one layout.
+
+    Args:
+        step_s: device time plus the host's share, seconds.
+        estimate: the step op by op.
+        memory: what one rank holds; ``kv_cache_size_gb`` is the KV cache of this batch alone, in GiB.
+        kv_cache: layout of the paged cache.
+    """
+
+    config: UserInputConfig
+    model: ModelConfig
+    device: DeviceProfile
+    engine: EngineProfile
+    parallel: ParallelConfig
+    sizes: dict[str, int]
+    trace: Trace
+    estimate: StepEstimate
+    memory: MemoryPlan
+    kv_cache: KVCacheInfo
+    step_s: float
+
+    @property
+    def kv_cache_size_gb(self) -> float:
+        """GiB of KV cache that this batch fills on one rank."""
+        return self.memory.kv_bytes / GIB
+
+    def to_json(self) -> dict[str, Any]:
+        """The public JSON form of ``msmodeling text_generate``."""
+        return {
+            "schema_version": 1,
+            "inputs": {
+                **self.config.model_dump(mode="json"),
+                "engine": self.engine.name,
+                "dcp_semantics": self.config.get_dcp_semantics(),
+                "block_size": self.kv_cache.block_size,
+                "query_length": self.sizes["Q"],
+                "context_length": self.sizes["S"],
+            },
+            "step_ms": self.step_s / MS,
+            "host_ms": self.engine.host_step_s / MS,
+            "bound": self.estimate.bound,
+            "weights_gib": self.memory.weights_gib,
+            "kv_cache_size_gb": self.kv_cache_size_gb,
+            "activation_gib": self.memory.activation_gib,
+            "memory_total_gib": self.memory.total_gib,
+            "memory_available_gib": self.memory.available_gib,
+            "fits": self.memory.fits,
+            "coverage": self.estimate.coverage,
+            "unpriced": dict(self.estimate.unpriced),
+            "ops": [row.to_json() for row in self.estimate.rows],
+            "layers": self.estimate.layers_json(),
+        }
+
+
+class ModelRunner:
+    """Prices one step. Traces come from the cache where it has them, so a warm run imports no torch."""
+
+    def __init__(self, config: UserInputConfig, *, use_cache: bool = True, cache_dir: Path | None = None) -> None:
+        if config.device is None:
+            raise ConfigError("a price needs a device: give --device (msmodeling devices lists them)")
+        self.config = config
+        self.device = load_device(config.device)
+        self.engine = config.get_engine()
+        self.model = load_model_config(config.model)
+        self.quant = QuantConfig.resolve(self.model, config.quantize_linear_action, config.quantize_attention_action)
+        self.library = TraceLibrary(self.model, cache_dir=cache_dir, use_cache=use_cache)
+
+    def run(self) -> RunResult:
+        """Trace, price and size one step.
+
+        Raises:
+            LegalityError: the layout breaks a rule.
+            UnpricedOpError: under ``strict``, an op has no cost function.
+        """
+        config = self.config
+        sizes = config.get_sizes()
+        parallel = config.check(self.model, self.quant)
+        semantics = config.get_dcp_semantics()
+        block_size = config.get_block_size(self.model)
+        trace = self.library.trace(
+            parallel,
+            config.phase,
+            dcp_semantics=semantics,
+            block_size=block_size,
+            num_mtp_tokens=config.num_mtp_tokens,
+        )
+        estimator = StepEstimator(
+            trace,
+            device=self.device,
+            engine=self.engine,
+            parallel=parallel,
+            quant=self.quant,
+            fusion=config.fusion,
+            strict=config.strict,
+        )
+        estimate = estimator.estimate(sizes)
+        kv_bytes = sizes["B"] * request_kv_bytes(
+            self.model,
+            parallel,
+            tokens=sizes["S"],
+            block_size=block_size,
+            kv_dtype=self.quant.kv_dtype,
+            dcp_semantics=semantics,
+            num_mtp_tokens=config.num_mtp_tokens,
+        )
+        memory = MemoryPlan(
+            weights_bytes=weight_bytes(trace, self.quant),
+            kv_bytes=int(kv_bytes),
+            activation_bytes=int(activation_peak_bytes(estimator.trace, sizes)),
+            non_torch_bytes=round(self.engine.non_torch_gib * GIB),
+            graph_bytes=round(self.engine.graph_gib * GIB),
+            reserved_bytes=round(config.reserved_memory_gb * GIB),
+            available_bytes=int(self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization),
+        )
+        info = InputGenerator(self.model, parallel, dcp_semantics=semantics, block_size=block_size)._get_kv_cache_info(
+            sizes["B"], sizes["Q"], sizes["S"]
+        )
+        return RunResult(
+            config=config,
+            model=self.model,
+            device=self.device,
+            engine=self.engine,
+            parallel=parallel,
+            sizes=sizes,
+            trace=trace,
+            estimate=estimate,
+            memory=memory,
+            kv_cache=info,
+            step_s=float(estimate.seconds) + self.engine.host_step_s,
+        )

@@ -1,0 +1,130 @@
+"""What a user asks of one model on one layout: the options of ``msmodeling text_generate`` and ``trace`` as one value."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from tensor_cast.device.catalog import load_device
+from tensor_cast.engine.catalog import default_engine, load_engine
+from tensor_cast.engine.profile import EngineProfile
+from tensor_cast.errors import ConfigError
+from tensor_cast.model_config import ModelConfig, ParallelConfig
+from tensor_cast.parallel import check
+from tensor_cast.quant import QuantConfig
+from tensor_cast.trace.record import Phase
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class UserInputConfig(BaseModel):
+    """One model, one layout, one step.
+
+    Args:
+        model: hub id of an embedded config, or a local folder.
+        device: name of a device; None leaves out everything that depends on one.
+        engine, dcp_semantics, block_size: None takes the default of the device's vendor, or the engine's.
+        num_queries: requests of one data-parallel rank (symbol B).
+        query_length: tokens of each request in this step (symbol Q). None: 1 + num_mtp_tokens in decode, else
+            ``context_length``.
+        context_length: tokens of each request in the cache as attention reads it, this step's tokens included (symbol
+            S). 0, or no more than the query, means a fresh prompt: nothing was cached before this step.
+        quantize_linear_action, quantize_attention_action: a scheme; None takes the config's own quantisation.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str
+    device: str | None = None
+    engine: str | None = None
+    dcp_semantics: str | None = None
+    tp_size: PositiveInt = 1
+    dp_size: PositiveInt = 1
+    ep_size: PositiveInt = 1
+    moe_dp_size: PositiveInt = 1
+    dcp_size: PositiveInt = 1
+    cp_kv_cache_interleave_size: PositiveInt = 1
+    block_size: PositiveInt | None = None
+    phase: Phase = Phase.DECODE
+    num_queries: PositiveInt = 1
+    query_length: PositiveInt | None = None
+    context_length: NonNegativeInt = 0
+    num_mtp_tokens: NonNegativeInt = 0
+    quantize_linear_action: str | None = None
+    quantize_attention_action: str | None = None
+    reserved_memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    fusion: bool = True
+    strict: bool = False
+
+    @classmethod
+    def create(cls, **values: object) -> UserInputConfig:
+        """Build from options. Raises :class:`ConfigError` with one line for each value that cannot be used."""
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg'][0].lower()}{e['msg'][1:]}, found {e['input']!r}"
+                for e in error.errors()
+            )
+            raise ConfigError(problems) from None
+
+    def get_parallel_config(self) -> ParallelConfig:
+        """The layout. Prefill runs with dcp = 1, whatever was asked for decode."""
+        return ParallelConfig(
+            tensor_parallel_size=self.tp_size,
+            data_parallel_size=self.dp_size,
+            expert_parallel_size=self.ep_size,
+            moe_data_parallel_size=self.moe_dp_size,
+            decode_context_parallel_size=1 if self.phase is Phase.PREFILL else self.dcp_size,
+            cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
+        )
+
+    def get_engine(self) -> EngineProfile:
+        """The engine asked for, else the default of the device's vendor."""
+        if self.engine is not None:
+            return load_engine(self.engine)
+        return load_engine(default_engine(None if self.device is None else load_device(self.device)))
+
+    def get_dcp_semantics(self) -> str:
+        """The semantics asked for, else the engine's."""
+        return self.dcp_semantics or self.get_engine().dcp_semantics
+
+    def get_block_size(self, model: ModelConfig) -> int:
+        """Tokens in a physical KV block: as asked, else the engine's choice for this kind of attention."""
+        return self.block_size or self.get_engine().block_size_for(model.attention)
+
+    def get_query_length(self) -> int:
+        """Tokens of each request in this step."""
+        if self.query_length is not None:
+            return self.query_length
+        if self.phase is Phase.DECODE:
+            return 1 + self.num_mtp_tokens
+        if self.context_length == 0:
+            raise ConfigError("a prefill step needs a length: give --query-length (or --context-length) of at least 1")
+        return self.context_length
+
+    def get_sizes(self) -> dict[str, int]:
+        """B, Q and S. Raises :class:`ConfigError` when the cache would hold less than the query adds to it."""
+        query = self.get_query_length()
+        context = self.context_length or query
+        if context < query:
+            raise ConfigError(
+                f"context length {context} is shorter than query length {query}: it counts the tokens in the cache "
+                f"including this step's; give at least {query}, or 0 for a fresh prompt"
+            )
+        return {"B": self.num_queries, "Q": query, "S": context}
+
+    def check(self, model: ModelConfig, quant: QuantConfig) -> ParallelConfig:
+        """The layout, if it breaks no rule. Raises :class:`LegalityError` for the first rule it breaks."""
+        parallel = self.get_parallel_config()
+        check(
+            model,
+            parallel,
+            dcp_semantics=self.get_dcp_semantics(),
+            block_size=self.get_block_size(model),
+            quant_block=quant.block,
+            num_mtp_tokens=self.num_mtp_tokens,
+            phase=self.phase,
+        )
+        return parallel
