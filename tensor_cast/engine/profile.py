@@ -6,26 +6,32 @@ budgeted, and what the host adds to each step.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from tensor_cast.model_config import AttentionKind
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
+_TEXTS = ("name", "version", "description", "sources")
+
 
 class EngineProfile(BaseModel):
-    """Behaviour of an engine, each number from its source code or from measurements (``sources``).
+    """Behaviour of an engine, each value from its source code or from measurements (``sources``, by field).
 
     Args:
         dcp_semantics: default of ``--dcp-semantics``.
-        block_size: tokens per physical KV block.
+        block_size: tokens per physical KV block of a GQA model; ``mla_block_size`` of an MLA or DSA model.
         gpu_memory_utilization: share of usable memory the engine takes.
-        non_torch_gib: memory outside the allocator (context, collectives).
+        non_torch_gib: memory outside the allocator of a single device (context, libraries).
+        collective_gib: what is added to it once the device takes part in collectives.
         graph_gib: captured graphs.
         max_batched_tokens: token budget of a step.
+        max_num_seqs: requests in a step at most.
         host_step_s: host time per step that is not hidden behind the device.
-        all_reduces_once: whether shared and routed experts share one all_reduce.
+        moe_data_parallel: whether experts may be replicated over data-parallel ranks, and EP smaller than tp * dp.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,11 +41,30 @@ class EngineProfile(BaseModel):
     description: str
     dcp_semantics: str
     block_size: PositiveInt
+    mla_block_size: PositiveInt
     gpu_memory_utilization: Fraction
     non_torch_gib: NonNegative
+    collective_gib: NonNegative
     graph_gib: NonNegative
     max_batched_tokens: PositiveInt
     max_num_seqs: NonNegativeInt
     host_step_s: NonNegative
     moe_data_parallel: bool = False
     sources: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _every_value_has_a_source(self) -> Self:
+        values = [name for name in type(self).model_fields if name not in _TEXTS]
+        if missing := [name for name in values if name not in self.sources]:
+            raise ValueError(f"sources: no source for {', '.join(missing)}")
+        if unknown := [name for name in self.sources if name not in values]:
+            raise ValueError(f"sources: {', '.join(unknown)} is no value of an engine")
+        return self
+
+    def block_size_for(self, attention: AttentionKind) -> int:
+        """Tokens per physical KV block that the engine picks for this kind of attention."""
+        return self.block_size if attention is AttentionKind.GQA else self.mla_block_size
+
+    def non_torch_gib_for(self, devices: int) -> float:
+        """GiB outside the allocator on each of ``devices`` devices of an instance."""
+        return self.non_torch_gib + (self.collective_gib if devices > 1 else 0.0)
