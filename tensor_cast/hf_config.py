@@ -1,0 +1,260 @@
+"""The facts in a Hugging Face ``config.json``, whatever names the architecture gives them.
+
+Read without torch or transformers. Where a field is absent the value is the one transformers 5.24 would fill in, for the
+fields whose rule is the same over architectures or listed here; a field that only a model's own class could supply is
+an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from tensor_cast.errors import ConfigError, UnsupportedModelError
+
+Config = Mapping[str, Any]
+
+#: Keys under which multimodal wrappers keep the language model.
+_TEXT_KEYS = ("text_config", "language_config", "llm_config", "thinker_config")
+#: What a wrapper may say once for all its parts.
+_INHERITED = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddings")
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_INTERMEDIATE = ("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
+_EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+#: Architectures whose ``intermediate_size`` is that of one expert.
+_INTERMEDIATE_IS_EXPERT = frozenset(
+    {"mixtral", "gpt_oss", "phimoe", "minimax", "minimax_m2", "llama4_text", "granitemoe", "dbrx", "olmoe"}
+)
+#: Architectures that ignore ``sliding_window`` unless ``use_sliding_window`` says otherwise.
+_WINDOW_OFF_BY_DEFAULT = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"})
+#: Architectures without a window, even if an old config carries one.
+_NO_WINDOW = frozenset({"llama", "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe", "glm_moe_dsa"})
+#: Every n-th layer attends fully, the others through the window, where neither layer_types nor a pattern is given.
+_FULL_EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "olmo3": 4}
+#: Architectures that tie input and output embeddings when the config does not say.
+_TIED_BY_DEFAULT = frozenset(
+    "bloom cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe falcon gemma gemma2 gemma3 gemma3_text gemma3n "
+    "gemma3n_text gemma4 gemma4_text gpt2 gpt_bigcode gpt_neo jetmoe lfm2 lfm2_moe minicpm3 mpt opt recurrent_gemma "
+    "smollm3 starcoder2 vaultgemma zamba zamba2".split()
+)
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def text_config(raw: Config, where: str) -> dict[str, Any]:
+    """The language model's part of ``raw``: the whole, or what a multimodal wrapper nests.
+
+    Raises:
+        ConfigError: the config is not one of a causal language model.
+    """
+    architectures = raw.get("architectures") or []
+    nested = next((raw[key] for key in _TEXT_KEYS if isinstance(raw.get(key), Mapping)), None)
+    if raw.get("is_encoder_decoder") or not isinstance(architectures, list):
+        raise _not_causal(where, architectures or raw.get("model_type"))
+    if architectures:
+        named = [name for name in architectures if isinstance(name, str) and name.endswith(_CAUSAL_SUFFIXES)]
+        conditional = bool(named) and all(name.endswith("ForConditionalGeneration") for name in named)
+        if not named or (conditional and nested is None):
+            raise _not_causal(where, ", ".join(map(str, architectures)))
+    if nested is None:
+        return dict(raw)
+    inherited = {key: raw[key] for key in _INHERITED if key in raw and key not in nested}
+    return {**text_config(nested, where), **inherited}
+
+
+def read_facts(config: Config, where: str) -> dict[str, Any]:
+    """Fields of :class:`~tensor_cast.model_config.ModelConfig` that ``config`` (a text model's) determines.
+
+    Args:
+        config: as :func:`text_config` returns it.
+        where: name of the file, for messages.
+
+    Raises:
+        ConfigError: a size is missing or is not a positive integer.
+        UnsupportedModelError: the model has layers that cannot be described yet.
+    """
+    reader = _Reader(config, where)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError(f"{where}: field model_type: found {model_type!r}; allowed is the name of an architecture")
+    layers = reader.size(_LAYERS)
+    _refuse_unknown_layers(config, model_type)
+    experts = reader.optional(_EXPERTS)
+    facts: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": reader.size(_HIDDEN),
+        "num_hidden_layers": layers,
+        "vocab_size": reader.size(("vocab_size",)),
+        "max_position_embeddings": reader.optional(_POSITIONS),
+        "dtype": _dtype(config),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
+        "num_nextn_predict_layers": reader.optional(_MTP),
+        "quantization": config.get("quantization_config"),
+        "layer_windows": _layer_windows(config, model_type, layers, reader),
+        "moe_layers": _moe_layers(config, model_type, layers, experts),
+    }
+    facts |= _attention(config, facts["hidden_size"], reader)
+    facts |= _experts(config, model_type, experts, facts["moe_layers"], reader)
+    return facts
+
+
+class _Reader:
+    """Reads sizes under any of several names, and refuses what is no size."""
+
+    def __init__(self, config: Config, where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def size(self, names: tuple[str, ...]) -> int:
+        value = self.optional(names)
+        if not value:
+            found = next((f"{n} = {self.config[n]!r}" for n in names if n in self.config), "none of them")
+            raise ConfigError(f"{self.where}: need {' or '.join(names)} as a positive integer; found {found}")
+        return value
+
+    def optional(self, names: tuple[str, ...]) -> int:
+        """The first of ``names`` that is set, 0 if none is."""
+        for name in names:
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if not _is_int(value) or value < 0:
+                raise ConfigError(f"{self.where}: field {name}: found {value!r}; allowed is a positive integer")
+            return value
+        return 0
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _not_causal(where: str, found: object) -> ConfigError:
+    return ConfigError(
+        f"{where}: not the config of a causal language model (found {found!r}); "
+        "allowed are ...ForCausalLM, or a multimodal wrapper with a text_config"
+    )
+
+
+def _dtype(config: Config) -> str:
+    # Configs written without a dtype are those of bfloat16 checkpoints; engines never serve in float32 by default.
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+
+
+def _refuse_unknown_layers(config: Config, model_type: str) -> None:
+    kinds = sorted(set(config.get("layer_types") or ()) & {"linear_attention", "mamba", "recurrent", "conv", "hybrid"})
+    if kinds or "hybrid_override_pattern" in config or "layers_block_type" in config:
+        what = f"{', '.join(kinds)} layers" if kinds else "recurrent layers"
+        raise UnsupportedModelError(f"{model_type}: {what} keep a state instead of a KV cache; not modelled yet")
+    if "compress_ratios" in config:
+        raise UnsupportedModelError(f"{model_type}: attention over a compressed KV cache is not modelled yet")
+    if "global_head_dim" in config or config.get("num_kv_shared_layers"):
+        raise UnsupportedModelError(f"{model_type}: head sizes that differ between layers are not modelled yet")
+    if "chunked_attention" in (config.get("layer_types") or ()) or config.get("attention_chunk_size"):
+        raise UnsupportedModelError(f"{model_type}: attention in chunks is not modelled yet")
+
+
+def _attention(config: Config, hidden: int, reader: _Reader) -> dict[str, Any]:
+    heads = reader.size(_HEADS)
+    kv_heads = reader.optional(_KV_HEADS) or (1 if config.get("multi_query") else heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{reader.where}: num_attention_heads must be a multiple of num_key_value_heads; "
+            f"found {heads} and {kv_heads}"
+        )
+    facts: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    latent = reader.optional(("kv_lora_rank",))
+    if latent:
+        nope, rope = reader.size(("qk_nope_head_dim",)), reader.size(("qk_rope_head_dim",))
+        return facts | {
+            "attention": "dsa" if reader.optional(("index_topk",)) else "mla",
+            "head_dim": nope + rope,
+            "v_head_dim": reader.size(("v_head_dim",)),
+            "kv_lora_rank": latent,
+            "q_lora_rank": reader.optional(("q_lora_rank",)),
+            "qk_nope_head_dim": nope,
+            "qk_rope_head_dim": rope,
+        }
+    head_dim = reader.optional(("head_dim",))
+    if not head_dim:
+        if hidden % heads:
+            raise ConfigError(
+                f"{reader.where}: without head_dim, hidden_size must be a multiple of num_attention_heads; "
+                f"found {hidden} and {heads}"
+            )
+        head_dim = hidden // heads
+    return facts | {"attention": "gqa", "head_dim": head_dim, "v_head_dim": head_dim}
+
+
+def _layer_windows(config: Config, model_type: str, layers: int, reader: _Reader) -> tuple[int | None, ...]:
+    window = reader.optional(("sliding_window",)) or None
+    if not config.get("use_sliding_window", model_type not in _WINDOW_OFF_BY_DEFAULT) or model_type in _NO_WINDOW:
+        window = None
+    types = config.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            count = len(types) if isinstance(types, list) else repr(types)
+            raise ConfigError(f"{reader.where}: field layer_types: need one entry for each of {layers} layers; found {count}")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if window is None:
+        return (None,) * layers
+    every = reader.optional(("sliding_window_pattern",)) or _FULL_EVERY.get(model_type, 0)
+    if every:
+        return tuple(window if (i + 1) % every else None for i in range(layers))
+    # Qwen's dense models keep the first max_window_layers layers full; the others ignore the field.
+    first = reader.optional(("max_window_layers",)) if model_type in ("qwen2", "qwen3") else 0
+    return tuple(window if i >= first else None for i in range(layers))
+
+
+def _moe_layers(config: Config, model_type: str, layers: int, experts: int) -> tuple[bool, ...]:
+    if experts <= 1:
+        return (False,) * layers
+    if kinds := config.get("mlp_layer_types"):
+        return tuple(kind == "sparse" for kind in kinds[:layers])
+    if model_type == "llama4_text":
+        step = int(config.get("interleave_moe_layer_step") or 1)
+        return tuple((i + 1) % step == 0 for i in range(layers))
+    if "decoder_sparse_step" in config or "mlp_only_layers" in config:
+        step = int(config.get("decoder_sparse_step") or 1)
+        dense = set(config.get("mlp_only_layers") or ())
+        return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    first = int(config.get("first_k_dense_replace") or 0)
+    every = config.get("moe_layer_freq") or 1
+    if isinstance(every, list):
+        return tuple(bool(flag) for flag in every[:layers])
+    return tuple(i >= first and i % int(every) == 0 for i in range(layers))
+
+
+def _experts(
+    config: Config, model_type: str, experts: int, moe_layers: tuple[bool, ...], reader: _Reader
+) -> dict[str, Any]:
+    intermediate = reader.optional(_INTERMEDIATE)
+    if not any(moe_layers):
+        if not intermediate and model_type.startswith("gpt"):
+            intermediate = 4 * reader.size(_HIDDEN)  # n_inner null means four times the width
+        return {"intermediate_size": intermediate or reader.size(_INTERMEDIATE)}
+    size = reader.optional(_EXPERT_SIZE)
+    if model_type in _INTERMEDIATE_IS_EXPERT:
+        size = size or reader.size(("intermediate_size",))
+        intermediate = reader.optional(("intermediate_size_mlp",))
+    if not size:
+        raise ConfigError(f"{reader.where}: the model has {experts} experts but no {_EXPERT_SIZE[0]}")
+    if not all(moe_layers):
+        intermediate = intermediate or reader.size(_INTERMEDIATE)
+    width = reader.optional(("shared_expert_intermediate_size", "shared_intermediate_size"))
+    shared = reader.optional(("n_shared_experts", "num_shared_experts")) or -(-width // size)
+    return {
+        "intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": reader.size(_TOP_K),
+        "moe_intermediate_size": size,
+        "num_shared_experts": shared,
+        "shared_expert_intermediate_size": width or shared * size,
+    }
