@@ -1,0 +1,1 @@
+"""What ops cost and how long they take: reads traces, knows no torch."""

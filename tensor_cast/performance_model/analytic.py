@@ -1,0 +1,120 @@
+"""Time of a local op on one device: a launch floor plus the slower of the two roofline legs.
+
+``time = floor_s + max(flops / (peak * compute), bytes / (bandwidth * memory))`` with the coefficients that the device
+profile holds for the op's class of kernels. Every coefficient is at most 1, so no op is faster than physics allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from tensor_cast.device.profile import DeviceProfile, KernelFit, OpClass
+from tensor_cast.performance_model.base import OpCost
+from tensor_cast.trace.expr import Num
+
+__all__ = ["Bound", "OpTime", "kernel_fit", "kernel_seconds", "kernel_time"]
+
+
+class Bound(StrEnum):
+    """What an op waits for."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    LATENCY = "latency"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Seconds of one call with what they are made of; arrays where the cost holds arrays.
+
+    Args:
+        seconds: the whole.
+        compute_s, memory_s: the two legs of the roofline, efficiency included.
+        latency_s: what does not go away with size.
+        network_s: transfer time of a collective.
+        source: where the coefficients come from.
+    """
+
+    seconds: Num
+    compute_s: Num
+    memory_s: Num
+    latency_s: Num
+    network_s: Num
+    source: str
+
+    @property
+    def bound(self) -> Num:
+        """:class:`Bound` of each point: the largest share."""
+        order = (Bound.COMPUTE, Bound.MEMORY, Bound.LATENCY, Bound.NETWORK)
+        shares = np.broadcast_arrays(self.compute_s, self.memory_s, self.latency_s, self.network_s)
+        index = np.argmax(np.stack(shares), axis=0)
+        return order[int(index)] if index.ndim == 0 else np.array(order, dtype=object)[index]
+
+
+def _compute_dtype(cost: OpCost, device: DeviceProfile) -> str:
+    return device.compute_dtype(cost.compute_dtype) if cost.compute_dtype else ""
+
+
+def kernel_fit(cost: OpCost, device: DeviceProfile) -> tuple[str, KernelFit]:
+    """The most specific fit: of the kernel family, of the dtype the kernel computes in, of the op class.
+
+    Raises:
+        ConfigError: the device cannot compute in the op's dtype, not even in another one.
+    """
+    assert cost.op_class is not None
+    dtype = _compute_dtype(cost, device)
+    # An emulated dtype runs the kernels of the dtype it is emulated in, whatever its family.
+    variant = cost.variant if dtype == cost.compute_dtype else ""
+    for detail in (variant, dtype):
+        key = f"{cost.op_class}:{detail}"
+        if detail and key in device.kernels:
+            return key, device.kernels[key]
+    return str(cost.op_class), device.kernels[cost.op_class]
+
+
+def _rate(cost: OpCost, device: DeviceProfile) -> float | None:
+    """Peak FLOP/s; None for vector work on a device that states no vector rate (memory then bounds it)."""
+    if cost.compute_dtype:
+        return device.flops(cost.compute_dtype)
+    return device.vector_flops.value if device.vector_flops else None
+
+
+def _legs(cost: OpCost, device: DeviceProfile, fit: KernelFit) -> tuple[Num, Num]:
+    rate = _rate(cost, device)
+    flops = cost.flops if cost.padded_flops is None else cost.padded_flops
+    compute_s = flops / (rate * fit.compute) if rate else 0.0
+    return compute_s, cost.nbytes / (device.memory_bandwidth.value * fit.memory)
+
+
+def kernel_seconds(cost: OpCost, device: DeviceProfile) -> Num:
+    """Seconds of one call of a local op; 0 when it launches nothing."""
+    if cost.free or cost.op_class is None:
+        return 0.0
+    _, fit = kernel_fit(cost, device)
+    return fit.floor_s + np.maximum(*_legs(cost, device, fit))
+
+
+def kernel_time(cost: OpCost, device: DeviceProfile) -> OpTime:
+    """As :func:`kernel_seconds`, with the parts and the source of the coefficients."""
+    if cost.free or cost.op_class is None:
+        return OpTime(0.0, 0.0, 0.0, 0.0, 0.0, "free: no kernel")
+    key, fit = kernel_fit(cost, device)
+    compute_s, memory_s = _legs(cost, device, fit)
+    seconds = fit.floor_s + np.maximum(compute_s, memory_s)
+    emulated = _compute_dtype(cost, device)
+    note = f"; {cost.compute_dtype} computed in {emulated}" if emulated != cost.compute_dtype else ""
+    return OpTime(seconds, compute_s, memory_s, fit.floor_s, 0.0, f"{device.name} {key}: {fit.source}{note}")
+
+
+def physical_bounds(cost: OpCost, device: DeviceProfile) -> tuple[Num, Num]:
+    """(compute, memory) seconds at the device's full rates: no op can be faster than either."""
+    rate = _rate(cost, device)
+    return (cost.flops / rate if rate else 0.0), cost.nbytes / device.memory_bandwidth.value
+
+
+#: Classes whose kernels run on the matrix units.
+MATRIX_CLASSES = frozenset(set(OpClass) - {OpClass.POINTWISE, OpClass.SAMPLING})

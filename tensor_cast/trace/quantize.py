@@ -1,0 +1,140 @@
+"""Rewrites a traced part as a quantisation scheme runs it.
+
+Weights take the stored dtype and bring their scales as further inputs; where the scheme quantises activations, a
+``tensor_cast.dynamic_quant`` op is put before the product, once for every value that several products share; tensors of
+the KV cache take the cache's dtype. A product carries its dtype in the attribute ``compute_dtype``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tensor_cast.quant import QuantConfig, QuantScheme
+from tensor_cast.trace.expr import Dim, ceildiv
+from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Role, Segment, TensorSpec, Trace
+
+#: Products by a stored weight. Batched products by a slice of a weight (absorbed MLA) run on a dense copy.
+_LINEARS = ("aten.linear", "aten.addmm", "aten.mm")
+_EXPERTS = "tensor_cast.grouped_experts"
+DYNAMIC_QUANT = "tensor_cast.dynamic_quant"
+
+
+def quantize(part: Part, quant: QuantConfig) -> Part:
+    """``part`` as it runs under ``quant``; the same object where nothing changes."""
+    return _Rewriter(part, quant).run()
+
+
+def quantize_trace(trace: Trace, quant: QuantConfig) -> Trace:
+    """Every part of ``trace`` rewritten; parts that segments share stay shared."""
+    done: dict[int, Part] = {}
+    segments: list[Segment] = []
+    for segment in trace.segments:
+        if id(segment.part) not in done:
+            done[id(segment.part)] = quantize(segment.part, quant)
+        segments.append(replace(segment, part=done[id(segment.part)]))
+    return replace(trace, segments=tuple(segments))
+
+
+@dataclass
+class _Rewriter:
+    part: Part
+    quant: QuantConfig
+    ops: list[OpRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        used = [i for op in self.part.ops for i in (*op.input_ids, *op.output_ids)]
+        self._next_id = max([*used, *self.part.input_ids, *self.part.output_ids], default=0) + 1
+        self._params: dict[str, ParamSpec] = {param.name: param for param in self.part.params}
+        # (value id, shape, dtype quantised to, group) -> (quantised id and spec, scale id and spec)
+        self._quantised: dict[tuple[object, ...], tuple[tuple[int, TensorSpec], tuple[int, TensorSpec]]] = {}
+
+    def run(self) -> Part:
+        for op in self.part.ops:
+            # A value that is written again is another value; what was quantised of it is stale.
+            stale = [key for key in self._quantised if key[0] in op.output_ids]
+            for key in stale:
+                del self._quantised[key]
+            self.ops.append(self._rewrite(self._with_kv_dtype(op)))
+        if len(self.ops) == len(self.part.ops) and all(a is b for a, b in zip(self.ops, self.part.ops, strict=True)):
+            return self.part
+        return replace(self.part, ops=tuple(self.ops))
+
+    def _with_kv_dtype(self, op: OpRecord) -> OpRecord:
+        def cast(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+            return tuple(replace(s, dtype=self.quant.kv_dtype) if s.kind is Kind.KV else s for s in specs)
+
+        if all(s.kind is not Kind.KV or s.dtype == self.quant.kv_dtype for s in (*op.inputs, *op.outputs)):
+            return op
+        return replace(op, inputs=cast(op.inputs), outputs=cast(op.outputs))
+
+    def _rewrite(self, op: OpRecord) -> OpRecord:
+        if op.name not in _LINEARS and op.name != _EXPERTS:
+            return op
+        weights = [i for i, spec in enumerate(op.inputs) if spec.kind is Kind.WEIGHT and spec.name in self._params]
+        schemes = {i: self._scheme(op.inputs[i]) for i in weights}
+        chosen = next((scheme for scheme in schemes.values() if scheme.quantises), None)
+        if chosen is None:
+            return op
+        inputs, ids = list(op.inputs), list(op.input_ids)
+        for i, scheme in schemes.items():
+            if scheme.weight_dtype is not None:
+                inputs[i] = replace(op.inputs[i], dtype=scheme.weight_dtype)
+                self._add_scales(op.inputs[i], scheme, inputs, ids)
+        model_dtype = op.inputs[0].dtype
+        data = next(i for i, spec in enumerate(op.inputs) if spec.kind is Kind.ACTIVATION)
+        if chosen.activation_dtype is not None:
+            (ids[data], inputs[data]), (scale_id, scale) = self._activation(op, data, chosen)
+            inputs.append(scale)
+            ids.append(scale_id)
+        attrs = dict(op.attrs)
+        attrs["compute_dtype"] = chosen.activation_dtype or model_dtype
+        if chosen.kernel:
+            attrs["kernel"] = chosen.kernel
+        return replace(
+            op, inputs=tuple(inputs), input_ids=tuple(ids), attrs=tuple(sorted(attrs.items(), key=lambda kv: kv[0]))
+        )
+
+    def _scheme(self, spec: TensorSpec) -> QuantScheme:
+        param = self._params[spec.name]
+        return self.quant.scheme_of(param.name, param.role, len(spec.shape))
+
+    def _fresh(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _add_scales(self, weight: TensorSpec, scheme: QuantScheme, inputs: list[TensorSpec], ids: list[int]) -> None:
+        shape = tuple(int(d) for d in weight.shape if isinstance(d, int))
+        experts = self._params[weight.name].role is Role.EXPERTS
+        for scale in scheme.scale_tensors(shape, experts=experts):
+            inputs.append(TensorSpec(scale.shape, scale.dtype, Kind.WEIGHT, f"{weight.name}_{scale.suffix}"))
+            ids.append(self._fresh())
+
+    def _activation(
+        self, op: OpRecord, index: int, scheme: QuantScheme
+    ) -> tuple[tuple[int, TensorSpec], tuple[int, TensorSpec]]:
+        """The quantised activation and its scales, from a new op or from one already there."""
+        spec, value = op.inputs[index], op.input_ids[index]
+        assert scheme.activation_dtype is not None
+        key = (value, spec.shape, scheme.activation_dtype, scheme.group)
+        if key not in self._quantised:
+            groups: Dim = 1
+            if scheme.group:
+                count = ceildiv(spec.shape[-1], scheme.group)
+                groups = count.simplified()
+            quantised = (self._fresh(), replace(spec, dtype=scheme.activation_dtype))
+            scale = (self._fresh(), TensorSpec((*spec.shape[:-1], groups), "float32"))
+            self.ops.append(
+                OpRecord(
+                    DYNAMIC_QUANT,
+                    op.module,
+                    (spec,),
+                    (quantised[1], scale[1]),
+                    (value,),
+                    (quantised[0], scale[0]),
+                    attrs=(("dtype", scheme.activation_dtype), ("group", scheme.group)),
+                    repeat=op.repeat,
+                    scope=op.scope,
+                )
+            )
+            self._quantised[key] = (quantised, scale)
+        return self._quantised[key]
