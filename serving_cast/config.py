@@ -7,7 +7,6 @@ one that tracing and pricing use.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -298,7 +297,3 @@ def _require_share(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:  # False for NaN as well
         raise ConfigError(f"{name} must lie between 0 and 1, found {value:g}")
 
-
-def sizes_or_none(values: Sequence[int] | None) -> tuple[int, ...] | None:
-    """A size list in order and without repeats, or None."""
-    return None if values is None else tuple(sorted(set(values)))

@@ -1,0 +1,299 @@
+"""Every layout, checked, priced and searched: from a question to one summary per device and set of limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig
+from serving_cast.service.layout_costs import CostsFactory, LayoutCosts, Setting, TracedCostsFactory
+from serving_cast.service.optimizer_summary import OptimizerSummary
+from serving_cast.service.pareto import pareto_rows
+from serving_cast.service.pd_ratio import best_ratio, transfer_seconds
+from serving_cast.service.points import LayoutMemory, LayoutPoints
+from serving_cast.service.rows import Rejection, Row
+from serving_cast.service.search import choose, merit
+from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid, SteadyState
+from serving_cast.service.utils import divisors, resolve_search_sizes
+from tensor_cast.device.catalog import load_device
+from tensor_cast.engine.catalog import default_engine, load_engine
+from tensor_cast.engine.dcp import get_semantics
+from tensor_cast.errors import ConfigError, LegalityError
+from tensor_cast.model_catalog import load_model_config
+from tensor_cast.parallel import violations
+from tensor_cast.quant import QuantConfig
+from tensor_cast.trace.record import Phase
+
+__all__ = ["Evaluation", "ParallelRunner", "make_setting"]
+
+#: Called with (layouts done, layouts in all).
+Progress = Callable[[int, int], None]
+
+_AGGREGATED = "aggregated"
+_PHASES: dict[str, tuple[Phase, ...]] = {
+    _AGGREGATED: (Phase.DECODE, Phase.PREFILL),
+    "prefill": (Phase.PREFILL,),
+    # Prefill as well: the engine sizes its pool after a profile run with a full budget of prompt tokens.
+    "decode": (Phase.DECODE, Phase.PREFILL),
+}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All points of one device, before any limit; ``rejections`` are the layouts that never were priced."""
+
+    points: tuple[LayoutPoints, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
+    """Load what the names in ``config`` stand for, with defaults from the engine.
+
+    Raises:
+        ConfigError: an unknown name or a value that cannot be used.
+        UnsupportedModelError: the model has a part that cannot be modelled yet.
+    """
+    device = load_device(device_name)
+    engine = load_engine(config.engine or default_engine(device))
+    model = load_model_config(config.model)
+    semantics = config.dcp_semantics or engine.dcp_semantics
+    get_semantics(semantics)  # an unknown name is an error here, not in the first layout
+    if config.workload.num_mtp_tokens and not model.num_nextn_predict_layers:
+        raise ConfigError(f"{model.model_id} has no MTP weights; leave out --num-mtp-tokens")
+    low = config.space.batch_range[0] if config.space.batch_range else 1
+    if engine.max_num_seqs and low > engine.max_num_seqs:
+        raise ConfigError(f"--batch-range starts at {low}, {engine.name} runs at most {engine.max_num_seqs} requests")
+    block = config.block_size or engine.block_size_for(model.attention)
+    # Moving KV between instances needs whole blocks on one rank; alone, vLLM's default interleaves single tokens.
+    interleave = config.cp_kv_cache_interleave_size or (1 if config.mode is Mode.AGGREGATED else block)
+    return Setting(
+        config=config,
+        model=model,
+        device=device,
+        engine=engine,
+        quant=QuantConfig.resolve(model, config.quantize_linear_action, config.quantize_attention_action),
+        dcp_semantics=semantics,
+        block_size=block,
+        interleave=interleave,
+        budget=config.max_batched_tokens or engine.max_batched_tokens,
+    )
+
+
+class ParallelRunner:
+    """Searches one device.
+
+    Args:
+        setting: everything that does not depend on the layout.
+        costs: where prices come from; by default traces of the model.
+        progress: told how many layouts are done.
+    """
+
+    def __init__(
+        self, setting: Setting, *, costs: CostsFactory | None = None, progress: Progress | None = None
+    ) -> None:
+        self.setting = setting
+        self.config = setting.config
+        self._costs = costs or TracedCostsFactory(setting)
+        self._progress = progress or (lambda done, total: None)
+
+    # -- layouts ------------------------------------------------------------------------------------------------
+    def layouts(self) -> Iterator[dict[str, int]]:
+        """Sizes of every layout to look at, legal or not, that the devices suffice for."""
+        space, total = self.config.space, self.config.num_devices
+        parts = divisors(total)
+        experts = self.setting.model.is_moe
+        for tp in resolve_search_sizes(space.tp, parts):
+            for dp in resolve_search_sizes(space.dp, parts):
+                if tp * dp > total:
+                    continue
+                for ep in resolve_search_sizes(space.ep, (1, tp * dp) if experts else (1,)):
+                    for moe_dp in resolve_search_sizes(space.moe_dp, (1,)):
+                        for dcp in resolve_search_sizes(space.dcp, divisors(tp)):
+                            yield {"tp_size": tp, "dp_size": dp, "ep_size": ep, "moe_dp_size": moe_dp, "dcp_size": dcp}
+
+    def _get_user_config(self, phase: Phase, **sizes: int) -> ParallelConfig:
+        """The layout of one phase. Prefill runs with dcp = 1, whatever is asked for decode.
+
+        Every rule is checked before a layout is built from the sizes for tracing or pricing.
+
+        Args:
+            sizes: ``tp_size``, ``dp_size``, ``dcp_size`` ..., by field of :class:`ParallelConfig`.
+
+        Raises:
+            LegalityError: the first rule that the sizes break.
+        """
+        if phase is Phase.PREFILL:
+            sizes = {**sizes, "dcp_size": 1}
+        parallel = ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
+        s = self.setting
+        if self.config.mode is not Mode.AGGREGATED and parallel.dcp_size > 1 and s.interleave != s.block_size:
+            raise LegalityError(
+                "dcp.interleave_transfer",
+                need="interleave size = block size, so that KV moves between instances in whole blocks",
+                have=f"interleave {s.interleave}, block {s.block_size}",
+                remedy=f"set --cp-kv-cache-interleave-size {s.block_size} or leave it out",
+            )
+        broken = violations(
+            s.model,
+            parallel.to_tensor_cast(),
+            dcp_semantics=s.dcp_semantics,
+            block_size=s.block_size,
+            quant_block=s.quant.block,
+            num_mtp_tokens=s.workload.num_mtp_tokens,
+            phase=phase,
+        )
+        if broken:
+            raise broken[0]
+        return parallel
+
+    def _legal(self, phase: str) -> tuple[list[ParallelConfig], list[Rejection]]:
+        """Layouts of one serving phase that break no rule, and what the others break."""
+        legal: dict[ParallelConfig, None] = {}
+        rejections: dict[ParallelConfig, Rejection] = {}
+        wanted = {"prefill": self.config.prefill_devices_per_instance, "decode": self.config.decode_devices_per_instance}
+        size = wanted.get(phase) if self.config.mode is Mode.PD_RATIO else None
+        for sizes in self.layouts():
+            if phase == "prefill":
+                sizes = {**sizes, "dcp_size": 1}
+            asked = ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
+            if size not in (None, asked.world_size) or asked in legal or asked in rejections:
+                continue
+            try:
+                for step in (Phase.PREFILL,) if phase == "prefill" else (Phase.DECODE, Phase.PREFILL):
+                    self._get_user_config(step, **sizes)
+            except LegalityError as error:
+                rejections[asked] = Rejection(asked, phase, error.rule, error.need, error.have, error.remedy)
+            else:
+                legal[asked] = None
+        return list(legal), list(rejections.values())
+
+    # -- points -------------------------------------------------------------------------------------------------
+    def evaluate(self) -> Evaluation:
+        """Price every legal layout at every batch size."""
+        phases = (_AGGREGATED,) if self.config.mode is Mode.AGGREGATED else ("prefill", "decode")
+        legal: list[tuple[str, ParallelConfig]] = []
+        rejections: list[Rejection] = []
+        for phase in phases:
+            found, refused = self._legal(phase)
+            legal += [(phase, parallel) for parallel in found]
+            rejections += refused
+        self._costs.prepare([(parallel, _PHASES[phase]) for phase, parallel in legal])
+        grids = {phase: self._grid(phase) for phase in phases}
+        points: list[LayoutPoints] = []
+        for done, (phase, parallel) in enumerate(legal):
+            self._progress(done, len(legal))
+            points.append(self._points(phase, parallel, *grids[phase]))
+        self._progress(len(legal), len(legal))
+        return Evaluation(tuple(points), tuple(rejections))
+
+    def _grid(self, phase: str) -> tuple[NDArray[np.int64], AggregatedGrid | DecodeGrid | PrefillGrid]:
+        """Batch sizes of a phase: all that the token budget, the engine and the user allow."""
+        s, workload = self.setting, self.setting.workload
+        low, high = self.config.space.batch_range or (1, s.budget)
+        per_request = workload.new_input_tokens if phase == "prefill" else workload.query_length
+        high = min(high, int(s.budget // per_request), s.engine.max_num_seqs or high)
+        batches = np.arange(low, max(low, high) + 1, dtype=np.int64)
+        kind = {_AGGREGATED: AggregatedGrid, "prefill": PrefillGrid, "decode": DecodeGrid}[phase]
+        grid: AggregatedGrid | DecodeGrid | PrefillGrid = kind.build(workload, s.budget, batches.astype(np.float64))
+        return batches, grid
+
+    def _points(
+        self,
+        phase: str,
+        parallel: ParallelConfig,
+        batches: NDArray[np.int64],
+        grid: AggregatedGrid | DecodeGrid | PrefillGrid,
+    ) -> LayoutPoints:
+        costs = self._costs.costs(parallel, _PHASES[phase])
+        w = self.setting.workload
+        # A prefill instance hands its KV over; it never holds the output.
+        kv = costs.kv_bytes(w.input_length if phase == "prefill" else w.total_tokens)
+        memory = LayoutMemory(
+            available=self.setting.available_bytes,
+            weights=costs.weight_bytes,
+            overhead=costs.overhead_bytes,
+            activation=costs.activation_bytes(grid),
+            kv=grid.batches * kv,
+        )
+        return LayoutPoints(
+            phase=phase,
+            parallel=parallel,
+            labels=self.setting.labels,
+            num_devices=self.config.num_devices,
+            replicas=self.config.num_devices // parallel.world_size,
+            batches=batches,
+            state=_solve(grid, costs),
+            memory=memory,
+            coverage=costs.coverage,
+            bound_of=lambda index: costs.bound(grid, index),
+        )
+
+    # -- answers ------------------------------------------------------------------------------------------------
+    def run(self) -> list[OptimizerSummary]:
+        """One summary for each set of limits."""
+        evaluation = self.evaluate()
+        return [self.summarise(evaluation, limits) for limits in self.config.limits]
+
+    def summarise(self, evaluation: Evaluation, limits: Limits) -> OptimizerSummary:
+        """The answer under ``limits``."""
+        rows: list[Row] = []
+        rejections = list(evaluation.rejections)
+        for points in evaluation.points:
+            found = choose(points, limits)
+            if isinstance(found, Rejection):
+                rejections.append(found)
+            else:
+                rows.append(points.row(found))
+        rows.sort(key=lambda row: (row.phase != "prefill", *merit(row)))
+        choice = None
+        if self.config.mode is Mode.PD_RATIO:
+            choice = best_ratio(
+                [p for p in evaluation.points if p.phase == "prefill"],
+                [p for p in evaluation.points if p.phase == "decode"],
+                limits,
+                num_devices=self.config.num_devices,
+                output_length=self.config.workload.output_length,
+                transfer=self._transfer_seconds,
+            )
+        return OptimizerSummary(
+            setting=self.setting,
+            limits=limits,
+            candidates=tuple(rows),
+            pareto=tuple(pareto_rows(evaluation.points, limits)),
+            rejections=tuple(rejections),
+            choice=choice,
+        )
+
+    def _transfer_seconds(self, prefill: LayoutPoints, decode: LayoutPoints) -> float:
+        """Time to move a whole prompt's KV; the outermost tier is what connects instances."""
+        kv = self._costs.costs(decode.parallel, ()).kv_bytes(self.config.workload.input_length)
+        tier = self.setting.device.tiers[-1]
+        moving = transfer_seconds(
+            kv,
+            prefill_tp=prefill.parallel.tp_size,
+            decode_tp=decode.parallel.tp_size,
+            bandwidth=tier.bandwidth.value,
+        )
+        return moving + tier.latency_s
+
+
+def _solve(grid: AggregatedGrid | DecodeGrid | PrefillGrid, costs: LayoutCosts) -> SteadyState:
+    if isinstance(grid, AggregatedGrid):
+        assert costs.decode is not None
+        assert costs.prefill is not None
+        return grid.solve(costs.decode, costs.prefill, costs.host_s, costs.gather)
+    pricer = costs.decode if isinstance(grid, DecodeGrid) else costs.prefill
+    assert pricer is not None
+    return grid.solve(pricer, costs.host_s)
+
+
+def run_devices(config: OptimizerConfig, progress: Progress | None = None) -> Sequence[OptimizerSummary]:
+    """Every device of ``config``, one after the other; see :class:`ParallelRunner`."""
+    return [
+        summary
+        for device in config.devices
+        for summary in ParallelRunner(make_setting(config, device), progress=progress).run()
+    ]

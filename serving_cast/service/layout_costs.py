@@ -1,0 +1,224 @@
+"""What one layout costs: the meeting point of traces, prices, memory and the serving maths.
+
+:class:`TracedCosts` is the real thing. The search only asks for :class:`LayoutCosts`, so its tests bring their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving_cast.config import OptimizerConfig, ParallelConfig, Workload
+from serving_cast.kv_cache_manager import KVCacheManager
+from serving_cast.service.chunk_gather import ChunkGather
+from serving_cast.service.steady_state import AggregatedGrid, ContextGather, DecodeGrid, PrefillGrid, StepPricer
+from tensor_cast.core.trace_library import TraceLibrary
+from tensor_cast.device.profile import DeviceProfile
+from tensor_cast.engine.profile import EngineProfile
+from tensor_cast.model_config import ModelConfig
+from tensor_cast.performance_model.estimate import StepEstimator
+from tensor_cast.performance_model.memory import activation_peak_bytes, weight_bytes
+from tensor_cast.quant import QuantConfig
+from tensor_cast.trace.record import Phase, Trace
+from tensor_cast.units import GIB
+
+__all__ = ["CostsFactory", "LayoutCosts", "Setting", "TracedCosts", "TracedCostsFactory"]
+
+Array = NDArray[np.float64]
+Grid = AggregatedGrid | DecodeGrid | PrefillGrid
+
+#: Tokens of earlier context that a prefill chunk expands at a time; engines work through longer contexts piece by
+#: piece (vLLM: chunked_prefill_workspace_size <= 64 Ki tokens).
+_CONTEXT_WORKSPACE_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything about a search that does not depend on the layout."""
+
+    config: OptimizerConfig
+    model: ModelConfig
+    device: DeviceProfile
+    engine: EngineProfile
+    quant: QuantConfig
+    dcp_semantics: str
+    block_size: int
+    interleave: int
+    budget: int
+
+    @property
+    def workload(self) -> Workload:
+        """The requests."""
+        return self.config.workload
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Device, engine and DCP semantics, as rows show them."""
+        return self.device.name, self.engine.name, self.dcp_semantics
+
+    @property
+    def available_bytes(self) -> float:
+        """What the engine may use of a device's memory."""
+        return float(self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization)
+
+
+class LayoutCosts(Protocol):
+    """Prices and memory of one layout; ``phases`` it was traced for."""
+
+    host_s: float
+    weight_bytes: int
+    overhead_bytes: float
+    coverage: float
+    decode: StepPricer | None
+    prefill: StepPricer | None
+    gather: ContextGather | None
+
+    def kv_bytes(self, tokens: int) -> int:
+        """KV of one request of ``tokens`` tokens on one rank."""
+        ...
+
+    def activation_bytes(self, grid: Grid) -> Array:
+        """Activation peak for each batch size of the grid."""
+        ...
+
+    def bound(self, grid: Grid, index: int) -> str:
+        """The resource that most of the mean step waits for, at one batch size."""
+        ...
+
+
+class CostsFactory(Protocol):
+    """Makes the costs of layouts."""
+
+    def prepare(self, wanted: Sequence[tuple[ParallelConfig, tuple[Phase, ...]]]) -> None:
+        """Get ready for these layouts and phases, in one go where that is cheaper."""
+        ...
+
+    def costs(self, parallel: ParallelConfig, phases: tuple[Phase, ...]) -> LayoutCosts:
+        """The costs of one layout. ``phases`` without prefill is a decode-only instance, and the other way round."""
+        ...
+
+
+@dataclass(frozen=True)
+class TracedCosts:
+    """Costs from traces of the model."""
+
+    setting: Setting
+    parallel: ParallelConfig
+    decode: StepEstimator | None = None
+    prefill: StepEstimator | None = None
+    kv: KVCacheManager = field(init=False)
+
+    def __post_init__(self) -> None:
+        s = self.setting
+        manager = KVCacheManager(
+            s.model, self.parallel, s.block_size, s.quant.kv_dtype, s.dcp_semantics, s.workload.num_mtp_tokens
+        )
+        object.__setattr__(self, "kv", manager)
+
+    @property
+    def _main(self) -> StepEstimator:
+        main = self.decode or self.prefill
+        assert main is not None
+        return main
+
+    @property
+    def host_s(self) -> float:
+        """Host time of a step that the device does not hide."""
+        return self.setting.engine.host_step_s
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Weights on the fullest rank."""
+        return weight_bytes(self._main.trace, self.setting.quant)
+
+    @cached_property
+    def overhead_bytes(self) -> float:
+        """Outside the allocator, captured graphs, reserved memory and the null block."""
+        engine = self.setting.engine
+        gib = engine.non_torch_gib + engine.graph_gib + self.setting.config.reserved_memory_gb
+        if self.parallel.world_size > 1:
+            gib += engine.collective_gib
+        return gib * GIB + self.kv.block_bytes
+
+    @cached_property
+    def coverage(self) -> float:
+        """Priced share of the ops; the lesser of the two phases."""
+        return min(e.coverage for e in (self.decode, self.prefill) if e is not None)
+
+    @cached_property
+    def gather(self) -> ContextGather | None:
+        """The collectives of a prefill chunk over a split cache; None where the cache is whole."""
+        if self.parallel.dcp_size == 1 or self.prefill is None:
+            return None
+        s = self.setting
+        return ChunkGather(s.model, s.device, self.parallel.to_tensor_cast(), s.dcp_semantics)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """KV of one request of ``tokens`` tokens on one rank, in whole blocks."""
+        return self.kv.request_bytes(tokens)
+
+    def activation_bytes(self, grid: Grid) -> Array:
+        """The engine's profile run of a full token budget, or the decode step itself where that needs more."""
+        s = self.setting
+        peak = np.full(len(grid.batches), float(self._profile_peak(s.workload.input_length, s.budget)))
+        if self.decode is not None and not isinstance(grid, PrefillGrid):
+            env = grid.decode_env if isinstance(grid, AggregatedGrid) else grid.env
+            peak = np.maximum(peak, activation_peak_bytes(self.decode.trace, env))
+        return peak
+
+    def _profile_peak(self, input_length: int, budget: int) -> float:
+        """Engines size the KV pool after a run with as many prompt tokens as a step may hold."""
+        if self.prefill is None:
+            return 0.0
+        query = min(input_length, budget)
+        context = min(input_length, query + _CONTEXT_WORKSPACE_TOKENS)
+        return float(activation_peak_bytes(self.prefill.trace, {"B": budget / query, "Q": query, "S": context}))
+
+    def bound(self, grid: Grid, index: int) -> str:
+        """The resource that most of the mean step waits for, at one batch size."""
+        raise NotImplementedError
+
+
+class TracedCostsFactory:
+    """Traces what a search needs once and prices it per layout."""
+
+    def __init__(self, setting: Setting, *, library: TraceLibrary | None = None) -> None:
+        self.setting = setting
+        self.library = library or TraceLibrary(setting.model, use_cache=setting.config.use_cache)
+
+    def prepare(self, wanted: Sequence[tuple[ParallelConfig, tuple[Phase, ...]]]) -> None:
+        """Trace everything that is missing in one go."""
+        raise NotImplementedError
+
+    def costs(self, parallel: ParallelConfig, phases: tuple[Phase, ...]) -> TracedCosts:
+        """Costs of one layout from its traces."""
+        estimators = {phase: self._estimator(parallel, phase) for phase in phases}
+        return TracedCosts(self.setting, parallel, estimators.get(Phase.DECODE), estimators.get(Phase.PREFILL))
+
+    def _trace(self, parallel: ParallelConfig, phase: Phase) -> Trace:
+        s = self.setting
+        return self.library.trace(
+            parallel.to_tensor_cast(),
+            phase,
+            dcp_semantics=s.dcp_semantics,
+            block_size=s.block_size,
+            num_mtp_tokens=s.workload.num_mtp_tokens,
+        )
+
+    def _estimator(self, parallel: ParallelConfig, phase: Phase) -> StepEstimator:
+        layout = parallel.for_prefill() if phase is Phase.PREFILL else parallel
+        s = self.setting
+        return StepEstimator(
+            self._trace(layout, phase),
+            device=s.device,
+            engine=s.engine,
+            parallel=layout.to_tensor_cast(),
+            quant=s.quant,
+            fusion=s.config.fusion,
+            strict=s.config.strict,
+        )

@@ -1,0 +1,141 @@
+"""The answer of one search: best, candidates, Pareto front, rejections; as JSON, as CSV rows, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serving_cast.config import Limits, Mode
+from serving_cast.service.layout_costs import Setting
+from serving_cast.service.pd_ratio import PdChoice
+from serving_cast.service.rows import Rejection, Row
+from serving_cast.service.search import nearest
+from serving_cast.service.utils import DISAGG_COLUMNS, format_parallel_label
+
+__all__ = ["SCHEMA_VERSION", "OptimizerSummary", "document", "table_rows"]
+
+#: Version of the JSON output; raised when a key changes its meaning or goes away.
+SCHEMA_VERSION = 1
+
+_CSV_COLUMNS = (*DISAGG_COLUMNS, "ttft_limit_ms", "tpot_limit_ms")
+
+
+@dataclass(frozen=True)
+class OptimizerSummary:
+    """What one search of one device under one set of limits found.
+
+    Args:
+        candidates: the best row of every feasible layout (and phase), best first.
+        pareto: rows that no other row beats in one aim without losing in the other.
+        rejections: layouts that are out, and why.
+        choice: instances and their counts, of the PD-ratio mode.
+    """
+
+    setting: Setting
+    limits: Limits
+    candidates: tuple[Row, ...]
+    pareto: tuple[Row, ...]
+    rejections: tuple[Rejection, ...]
+    choice: PdChoice | None = None
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases that need a row each."""
+        return ("aggregated",) if self.setting.config.mode is Mode.AGGREGATED else ("prefill", "decode")
+
+    def best_of(self, phase: str) -> Row | None:
+        """The best row of one phase."""
+        return next((row for row in self.candidates if row.phase == phase), None)
+
+    @property
+    def feasible(self) -> bool:
+        """Whether every phase has a row (and, in PD-ratio mode, the instances fit the devices)."""
+        if self.setting.config.mode is Mode.PD_RATIO:
+            return self.choice is not None
+        return all(self.best_of(phase) is not None for phase in self.phases)
+
+    def best_json(self) -> dict[str, Any] | None:
+        """The best as a JSON object: a row, a row per phase, or the PD choice; None where nothing is feasible."""
+        mode = self.setting.config.mode
+        if mode is Mode.PD_RATIO:
+            return None if self.choice is None else self.choice.to_json()
+        rows = {phase: self.best_of(phase) for phase in self.phases}
+        if not any(rows.values()):
+            return None
+        as_json = {phase: None if row is None else row.to_json() for phase, row in rows.items()}
+        return as_json["aggregated"] if mode is Mode.AGGREGATED else as_json
+
+    def inputs(self) -> dict[str, Any]:
+        """Every input, names resolved and defaults filled in."""
+        s = self.setting
+        return s.config.echo() | {
+            "device": s.device.name,
+            "engine": s.engine.name,
+            "dcp_semantics": s.dcp_semantics,
+            "block_size": s.block_size,
+            "cp_kv_cache_interleave_size": s.interleave,
+            "max_batched_tokens": s.budget,
+            "kv_dtype": s.quant.kv_dtype,
+            "quantization": s.quant.source,
+            "ttft_limit_ms": self.limits.ttft_ms,
+            "tpot_limit_ms": self.limits.tpot_ms,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The public JSON form."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "inputs": self.inputs(),
+            "best": self.best_json(),
+            "message": self.message(),
+            "candidates": [row.to_json() for row in self.candidates],
+            "pareto": [row.to_json() for row in self.pareto],
+            "rejections": [rejection.to_json() for rejection in self.rejections],
+        }
+
+    def message(self) -> str:
+        """One line: nothing while all is well, else what is nearest to feasible and by how much it misses."""
+        if self.feasible:
+            return self._idle_note()
+        config = self.setting.config
+        where = f"{config.num_devices} x {self.setting.device.name}"
+        parts = [self._nearest_text(phase) for phase in self.phases if self.best_of(phase) is None]
+        if not parts:
+            parts = ["each phase alone is feasible, but no pair of instances fits the devices and the TTFT limit"]
+        return f"nothing is feasible for {config.model} on {where}: {'; '.join(parts)}"
+
+    def _nearest_text(self, phase: str) -> str:
+        found = nearest(r for r in self.rejections if r.phase == phase)
+        prefix = f"{phase}: " if len(self.phases) > 1 else ""
+        if found is None:
+            return f"{prefix}no layout to try; check the size lists and the number of devices"
+        label = format_parallel_label(found.parallel)
+        return f"{prefix}nearest is {label}, which needs {found.need} but has {found.have} [{found.rule}]; {found.remedy}"
+
+    def _idle_note(self) -> str:
+        total = self.setting.config.num_devices
+        if self.choice is not None:
+            idle, what = total - self.choice.devices_used, f"{self.choice.x}P{self.choice.y}D"
+        else:
+            row = self.candidates[0]
+            idle, what = total - row.replicas * row.tp * row.pp * row.dp, f"{row.replicas} x {row.parallel}"
+        return f"{idle} of {total} devices stay idle with {what}" if idle else ""
+
+
+def document(summaries: Sequence[OptimizerSummary]) -> dict[str, Any]:
+    """One JSON document: the summary itself, or a list of ``results`` where there are several scenarios."""
+    if len(summaries) == 1:
+        return summaries[0].to_json()
+    return {"schema_version": SCHEMA_VERSION, "results": [summary.to_json() for summary in summaries]}
+
+
+def table_rows(summaries: Iterable[OptimizerSummary]) -> tuple[tuple[str, ...], list[list[Any]]]:
+    """Header and rows of the CSV form: every candidate of every scenario, with its limits."""
+    rows: list[list[Any]] = []
+    for summary in summaries:
+        for row in summary.candidates:
+            values = row.to_json()
+            limits = [summary.limits.ttft_ms, summary.limits.tpot_ms]
+            rows.append([*(values[name] for name in DISAGG_COLUMNS), *limits])
+    return _CSV_COLUMNS, rows

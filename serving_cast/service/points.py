@@ -1,0 +1,122 @@
+"""One layout at every batch size: times, rates and memory side by side, independent of limits and of other layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving_cast.config import Limits, ParallelConfig
+from serving_cast.service.rows import Row
+from serving_cast.service.steady_state import SteadyState
+from serving_cast.service.utils import format_parallel_label
+from tensor_cast.units import GIB, MS
+
+__all__ = ["LayoutMemory", "LayoutPoints"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayoutMemory:
+    """Memory of one rank in bytes; ``activation`` and ``kv`` have one entry per batch size.
+
+    Args:
+        available: what the engine may use.
+        overhead: outside the allocator, captured graphs, reserved memory, the null block.
+    """
+
+    available: float
+    weights: float
+    overhead: float
+    activation: Array
+    kv: Array
+
+    @cached_property
+    def total(self) -> Array:
+        """Bytes that the rank needs."""
+        return self.weights + self.overhead + self.activation + self.kv
+
+    @cached_property
+    def fits(self) -> NDArray[np.bool_]:
+        """Where the total is within what is available."""
+        return self.total <= self.available
+
+
+@dataclass(frozen=True)
+class LayoutPoints:
+    """One layout in one phase at every batch size.
+
+    Args:
+        labels: device, engine and DCP semantics, for rows.
+        replicas: instances side by side; ``num_devices`` counts idle devices too.
+        batches: requests of one rank; ``state`` and ``memory`` run along it.
+        coverage: priced share of the ops.
+        bound_of: dominating resource of the step at one index.
+    """
+
+    phase: str
+    parallel: ParallelConfig
+    labels: tuple[str, str, str]
+    num_devices: int
+    replicas: int
+    batches: NDArray[np.int64]
+    state: SteadyState
+    memory: LayoutMemory
+    coverage: float
+    bound_of: Callable[[int], str]
+
+    @cached_property
+    def possible(self) -> NDArray[np.bool_]:
+        """Batch sizes that fit memory and token budget, whatever the limits."""
+        return self.state.within_budget & self.memory.fits
+
+    def misses(self, limits: Limits) -> Array:
+        """Times over the worse of the two limits for each batch size; at most 1 where both are kept."""
+        worst = np.zeros(len(self.batches))
+        for seconds, limit in ((self.state.ttft, limits.ttft_ms), (self.state.tpot, limits.tpot_ms)):
+            if seconds is not None and limit is not None:
+                worst = np.maximum(worst, seconds / MS / limit)
+        return worst
+
+    def meets(self, limits: Limits) -> NDArray[np.bool_]:
+        """Batch sizes that fit and keep both limits."""
+        return self.possible & (self.misses(limits) <= 1.0)
+
+    def row(self, index: int, *, replicas: int | None = None) -> Row:
+        """The point as a row; another number of replicas scales what depends on it."""
+        replicas = self.replicas if replicas is None else replicas
+        ranks = self.parallel.dp_size * replicas
+        batch = int(self.batches[index])
+        state, memory = self.state, self.memory
+        tokens = float(state.tokens_per_second[index]) * ranks
+        tpot = None if state.tpot is None else float(state.tpot[index])
+        device, engine, semantics = self.labels
+        return Row(
+            phase=self.phase,
+            device=device,
+            engine=engine,
+            dcp_semantics=semantics,
+            **self.parallel.axes(),
+            replicas=replicas,
+            parallel=format_parallel_label(self.parallel),
+            batch_size=batch,
+            concurrency=batch * ranks,
+            ttft_ms=None if state.ttft is None else float(state.ttft[index]) / MS,
+            tpot_ms=None if tpot is None else tpot / MS,
+            throughput_tok_s=tokens,
+            tok_s_per_device=tokens / self.num_devices,
+            tok_s_per_user=None if tpot is None else 1.0 / tpot,
+            requests_per_s=float(state.requests_per_second[index]) * ranks,
+            weights_gib=memory.weights / GIB,
+            kv_cache_size_gb=float(memory.kv[index]) / GIB,
+            activation_gib=float(memory.activation[index]) / GIB,
+            overhead_gib=memory.overhead / GIB,
+            memory_total_gib=float(memory.total[index]) / GIB,
+            memory_available_gib=memory.available / GIB,
+            coverage=self.coverage,
+            bound=self.bound_of(index),
+        )

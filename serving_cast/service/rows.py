@@ -1,0 +1,97 @@
+"""Results as values: a row for what works, a rejection for what does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from serving_cast.config import ParallelConfig
+
+__all__ = ["Rejection", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout at one batch size; field names are the keys of the JSON output, in its order.
+
+    Args:
+        phase: ``aggregated``, ``prefill`` or ``decode``.
+        batch_size: requests of one DP rank in one step; ``concurrency``: of all ranks and replicas.
+        throughput_tok_s: over all devices; generated tokens, for a prefill row prompt tokens.
+        tok_s_per_device: the same over all devices asked for, idle ones included.
+        kv_cache_size_gb: GiB that this batch's KV needs at its longest on one rank.
+        overhead_gib: outside the allocator, captured graphs, reserved memory and the engine's null block.
+        memory_total_gib: sum of weights, KV, activations and overhead, at most ``memory_available_gib``.
+        bound: resource that most of the step's time waits for.
+    """
+
+    phase: str
+    device: str
+    engine: str
+    dcp_semantics: str
+    tp: int
+    pp: int
+    dp: int
+    ep: int
+    moe_tp: int
+    moe_dp: int
+    replicas: int
+    dcp: int
+    parallel: str
+    batch_size: int
+    concurrency: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    throughput_tok_s: float
+    tok_s_per_device: float
+    tok_s_per_user: float | None
+    requests_per_s: float
+    weights_gib: float
+    kv_cache_size_gb: float
+    activation_gib: float
+    overhead_gib: float
+    memory_total_gib: float
+    memory_available_gib: float
+    coverage: float
+    bound: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON object."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why one layout is out, in the words of the rule it breaks.
+
+    Args:
+        phase: the phase that it cannot run.
+        rule: stable id: ``dcp.divides_tp``, ``memory.weights``, ``tpot.limit`` ...
+        excess: how many times too much it is (1.2: a fifth over); infinite for a rule that is not a quantity.
+    """
+
+    parallel: ParallelConfig
+    phase: str
+    rule: str
+    need: str
+    have: str
+    remedy: str
+    excess: float = math.inf
+
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """Size of each axis."""
+        return self.parallel.axes()
+
+    def to_json(self) -> dict[str, Any]:
+        """The rejection as a JSON object."""
+        return {
+            "layout": dict(self.layout),
+            "phase": self.phase,
+            "rule": self.rule,
+            "need": self.need,
+            "have": self.have,
+            "remedy": self.remedy,
+        }
