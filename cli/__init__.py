@@ -1,0 +1,1 @@
+"""User surfaces: the command line."""

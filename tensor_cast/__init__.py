@@ -33,7 +33,9 @@ def trace(
 
     Args:
         model: hub id of an embedded config, a local folder, or a whole :class:`UserInputConfig`.
-        batch_size, query_len, context_len: sizes; each left out stays a symbol (B, Q, S).
+        batch_size: requests of one rank (B). Each size left out stays a symbol.
+        query_len: tokens of a request in this step (Q).
+        context_len: tokens of a request in the cache, this step's included (S); 0 means a fresh prompt (S = Q).
         use_cache: read and fill the trace cache.
         options: fields of :class:`UserInputConfig` (``tp_size=8, dcp_size=4, phase="decode"`` ...).
 

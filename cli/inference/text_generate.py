@@ -93,7 +93,7 @@ def _print_tables(result: RunResult, top: int) -> None:
         ("bound", "left"),
     ):
         ops.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    rows = sorted(result.estimate.rows, key=lambda row: -row.total_s)
+    rows = sorted(result.estimate.ops, key=lambda row: -row.total_s)
     for row in rows[:top]:
         ops.add_row(
             row.name,
@@ -107,18 +107,18 @@ def _print_tables(result: RunResult, top: int) -> None:
     rest = sum(row.total_s for row in rows[top:])
     if rest:
         ops.add_row(f"{len(rows) - top} more", "", "", "", f"{rest * 1e3:,.3f}", f"{rest / result.step_s:.1%}", "")
-    host = result.engine.host_step_s
+    host = result.estimate.host_s
     ops.add_row("host", "", "1", f"{host * 1e6:,.2f}", f"{host * 1e3:,.3f}", f"{host / result.step_s:.1%}", "host")
 
     layers = Table(title="Time by layer", title_justify="left")
     for column in ("layers", "count", "us each", "ms"):
         layers.add_column(column, justify="left" if column == "layers" else "right")
-    for layer in result.estimate.layers_json():
+    for layer in result.layers():
         layers.add_row(
-            str(layer["name"]),
-            str(layer["count"]),
-            f"{layer['ms_each'] * 1e3:,.1f}",
-            f"{layer['ms']:,.3f}",
+            layer.name,
+            str(layer.count),
+            f"{layer.total_s / layer.count * 1e6:,.1f}",
+            f"{layer.total_s * 1e3:,.3f}",
         )
     print_tables(summary, ops, layers)
 

@@ -11,7 +11,7 @@ from tensor_cast.core.files import write_atomically
 
 if TYPE_CHECKING:
     from tensor_cast.core.model_runner import RunResult
-    from tensor_cast.performance_model.estimate import OpRow
+    from tensor_cast.performance_model.estimate import OpEstimate
 
 
 def chrome_trace(result: RunResult) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def chrome_trace(result: RunResult) -> dict[str, Any]:
             {
                 "ph": "X",
                 "pid": 0,
-                "tid": int(row.axis is not None),
+                "tid": int(row.bound == "network"),
                 "name": row.name,
                 "cat": row.op_class,
                 "ts": now,
@@ -39,14 +39,14 @@ def chrome_trace(result: RunResult) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _unfolded(result: RunResult) -> Iterator[OpRow]:
+def _unfolded(result: RunResult) -> Iterator[OpEstimate]:
     """Rows in the order of execution: a folded layer is repeated in the place of each layer it stands for."""
-    rows = iter(result.estimate.rows)
-    segments = [(s, [next(rows) for _ in s.part.ops]) for s in result.estimate.trace.segments]
+    rows = iter(result.estimate.ops)
+    segments = [(segment, [next(rows) for _ in segment.part.ops]) for segment in result.prepared.segments]
     position = 0
     while position < len(segments):
         if not segments[position][0].layers:
-            yield from (row for row in segments[position][1] for _ in range(row.calls_per_run))
+            yield from (row for row in segments[position][1] for _ in range(row.repeat))
             position += 1
             continue
         stack = []
@@ -56,7 +56,7 @@ def _unfolded(result: RunResult) -> Iterator[OpRow]:
         for layer in sorted({i for segment, _ in stack for i in segment.layers}):
             for segment, priced in stack:
                 if layer in segment.layers:
-                    yield from (row for row in priced for _ in range(row.calls_per_run))
+                    yield from (row for row in priced for _ in range(row.repeat // segment.repeat))
 
 
 def write_chrome_trace(result: RunResult, path: str | Path) -> None:

@@ -16,11 +16,11 @@ from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import ConfigError
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ModelConfig, ParallelConfig
-from tensor_cast.performance_model.estimate import StepEstimate, StepEstimator
+from tensor_cast.performance_model.estimate import OpEstimate, StepEstimate, StepEstimator
 from tensor_cast.performance_model.memory import MemoryPlan, activation_peak_bytes, weight_bytes
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.record import Trace
-from tensor_cast.units import GIB, MS
+from tensor_cast.units import GIB, MS, US
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RunResult:
     """One step of one layout.
 
     Args:
-        step_s: device time plus the host's share, seconds.
+        trace: as traced; ``prepared``: as it runs, quantised and fused.
         estimate: the step op by op.
         memory: what one rank holds; ``kv_cache_size_gb`` is the KV cache of this batch alone, in GiB.
         kv_cache: layout of the paged cache.
@@ -41,15 +41,27 @@ class RunResult:
     parallel: ParallelConfig
     sizes: dict[str, int]
     trace: Trace
+    prepared: Trace
     estimate: StepEstimate
     memory: MemoryPlan
     kv_cache: KVCacheInfo
-    step_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step: device time and the host's share."""
+        return self.estimate.step_s
 
     @property
     def kv_cache_size_gb(self) -> float:
         """GiB of KV cache that this batch fills on one rank."""
-        return self.memory.kv_bytes / GIB
+        return self.memory.kv_gib
+
+    def layers(self) -> list[LayerTime]:
+        """Time by group of equal layers, in program order, and of what stands outside the layer stack."""
+        totals: dict[tuple[int, ...], float] = {}
+        for op in self.estimate.ops:
+            totals[op.layers] = totals.get(op.layers, 0.0) + op.total_s
+        return [LayerTime(_layer_name(group), len(group) or 1, seconds) for group, seconds in totals.items()]
 
     def to_json(self) -> dict[str, Any]:
         """The public JSON form of ``msmodeling text_generate``."""
@@ -64,7 +76,7 @@ class RunResult:
                 "context_length": self.sizes["S"],
             },
             "step_ms": self.step_s / MS,
-            "host_ms": self.engine.host_step_s / MS,
+            "host_ms": self.estimate.host_s / MS,
             "bound": self.estimate.bound,
             "weights_gib": self.memory.weights_gib,
             "kv_cache_size_gb": self.kv_cache_size_gb,
@@ -74,9 +86,55 @@ class RunResult:
             "fits": self.memory.fits,
             "coverage": self.estimate.coverage,
             "unpriced": dict(self.estimate.unpriced),
-            "ops": [row.to_json() for row in self.estimate.rows],
-            "layers": self.estimate.layers_json(),
+            "ops": [_op_json(op) for op in self.estimate.ops],
+            "layers": [row.to_json() for row in self.layers()],
         }
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Time of the layers that one representative stands for; ``name`` is ``outside`` beside the layer stack."""
+
+    name: str
+    count: int
+    total_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Public JSON form, times in milliseconds."""
+        return {
+            "name": self.name,
+            "count": self.count,
+            "ms_each": self.total_s / self.count / MS,
+            "ms": self.total_s / MS,
+        }
+
+
+def _op_json(op: OpEstimate) -> dict[str, Any]:
+    return {
+        "name": op.name,
+        "module": op.module,
+        "class": op.op_class,
+        "repeat": op.repeat,
+        "us_each": op.seconds / US,
+        "ms": op.total_s / MS,
+        "flops": op.flops,
+        "bytes": op.nbytes,
+        "bound": op.bound,
+        "source": op.source,
+    }
+
+
+def _layer_name(layers: tuple[int, ...]) -> str:
+    """``0-2``, ``3-60``, ``0,2,4..34``: runs of layers in few characters."""
+    if not layers:
+        return "outside"
+    first, last = layers[0], layers[-1]
+    if layers == tuple(range(first, last + 1)):
+        return str(first) if first == last else f"{first}-{last}"
+    step = layers[1] - first
+    if layers == tuple(range(first, last + 1, step)):
+        return f"{first},{layers[1]}..{last}"
+    return ",".join(map(str, layers))
 
 
 class ModelRunner:
@@ -131,13 +189,13 @@ class ModelRunner:
             num_mtp_tokens=config.num_mtp_tokens,
         )
         memory = MemoryPlan(
-            weights_bytes=weight_bytes(trace, self.quant),
-            kv_bytes=int(kv_bytes),
-            activation_bytes=int(activation_peak_bytes(estimator.trace, sizes)),
-            non_torch_bytes=round(self.engine.non_torch_gib * GIB),
-            graph_bytes=round(self.engine.graph_gib * GIB),
-            reserved_bytes=round(config.reserved_memory_gb * GIB),
-            available_bytes=int(self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization),
+            weights=weight_bytes(trace, self.quant),
+            kv=float(kv_bytes),
+            activation=float(activation_peak_bytes(estimator.prepared, sizes)),
+            non_torch=self.engine.non_torch_gib_for(parallel.world_size) * GIB,
+            graph=self.engine.graph_gib * GIB,
+            reserved=config.reserved_memory_gb * GIB,
+            available=self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization,
         )
         info = InputGenerator(self.model, parallel, dcp_semantics=semantics, block_size=block_size)._get_kv_cache_info(
             sizes["B"], sizes["Q"], sizes["S"]
@@ -153,5 +211,5 @@ class ModelRunner:
             estimate=estimate,
             memory=memory,
             kv_cache=info,
-            step_s=float(estimate.seconds) + self.engine.host_step_s,
+            prepared=estimator.prepared,
         )

@@ -11,6 +11,7 @@ from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.core.user_config import UserInputConfig
 from tensor_cast.dtypes import bits_of
 from tensor_cast.model_catalog import load_model_config
+from tensor_cast.performance_model import costs as _registers_cost_functions  # noqa: F401
 from tensor_cast.performance_model.base import coverage, unpriced
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.expr import Dim, Expr, substitute, symbol
@@ -93,8 +94,11 @@ def view_trace(
 
     Args:
         config: model, layout, phase, quantisation, fusion.
-        batch_size, query_len, context_len: B, Q and S; each left out stays a symbol. ``context_len`` counts the tokens
-            in the cache including this step's; 0 means a fresh prompt (S = Q).
+        batch_size: requests of one rank (B). Each size left out stays a symbol.
+        query_len: tokens of a request in this step (Q).
+        context_len: tokens of a request in the cache, this step's included (S); 0 means a fresh prompt (S = Q).
+        use_cache: read and fill the trace cache.
+        cache_dir: folder of the trace cache; None takes the user's.
 
     Raises:
         ConfigError, LegalityError, UnsupportedModelError: see :mod:`tensor_cast.errors`.
@@ -119,7 +123,7 @@ def view_trace(
         for op in (replace(o, repeat=o.repeat * segment.repeat) for o in segment.part.ops)
     )
     left = sorted({s for op in ops for t in (*op.inputs, *op.outputs) for d in t.shape for s in _symbols(d)})
-    return TraceView(trace, ops, tuple(left), coverage(trace), unpriced(trace))
+    return TraceView(trace, ops, tuple(left), coverage(trace.ops), unpriced(trace.ops))
 
 
 def _symbols(dim: Dim) -> frozenset[str]:

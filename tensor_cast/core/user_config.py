@@ -1,4 +1,4 @@
-"""What a user asks of one model on one layout: the options of ``msmodeling text_generate`` and ``trace`` as one value."""
+"""What a user asks of one model on one layout: the options of ``text_generate`` and ``trace`` as one value."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class UserInputConfig(BaseModel):
     def create(cls, **values: object) -> UserInputConfig:
         """Build from options. Raises :class:`ConfigError` with one line for each value that cannot be used."""
         try:
-            return cls(**values)  # type: ignore[arg-type]
+            return cls(**values)
         except ValidationError as error:
             problems = "; ".join(
                 f"{'.'.join(map(str, e['loc']))}: {e['msg'][0].lower()}{e['msg'][1:]}, found {e['input']!r}"
