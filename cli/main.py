@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from cli.guard import run_guarded
+from cli.guard import Parser, run_guarded
 
 #: Sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -22,9 +22,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
+def build_parser(command: str | None) -> Parser:
     """The parser; only ``command``'s own options are filled in, so that no other module is imported."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="msmodeling",
         description="Predict, without an accelerator, how much memory an LLM deployment needs and how fast it serves.",
     )
