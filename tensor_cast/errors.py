@@ -39,7 +39,7 @@ class UnknownNameError(ConfigError):
         self.known = sorted(known)
         by_folded = {k.casefold(): k for k in self.known}
         near = [by_folded[m] for m in difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.6)]
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
         super().__init__(f"unknown {kind} {name!r}{hint} Known: {', '.join(self.known)}.")
 
 

@@ -1,8 +1,8 @@
 """The facts in a Hugging Face ``config.json``, whatever names the architecture gives them.
 
-Read without torch or transformers. Where a field is absent the value is the one transformers 5.24 would fill in, for the
-fields whose rule is the same over architectures or listed here; a field that only a model's own class could supply is
-an error that names it.
+Read without torch or transformers. Where a field is absent the value is the one transformers 5.24 would fill in, for
+the fields whose rule is the same over architectures or listed here; a field that only a model's own class could supply
+is an error that names it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ _NO_WINDOW = frozenset({"llama", "deepseek_v2", "deepseek_v3", "kimi_k2", "deeps
 #: Every n-th layer attends fully, the others through the window, where neither layer_types nor a pattern is given.
 _FULL_EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "olmo3": 4}
 #: Architectures that tie input and output embeddings when the config does not say.
+# fmt: off
 _TIED_BY_DEFAULT = frozenset(
-    "bloom cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe falcon gemma gemma2 gemma3 gemma3_text gemma3n "
-    "gemma3n_text gemma4 gemma4_text gpt2 gpt_bigcode gpt_neo jetmoe lfm2 lfm2_moe minicpm3 mpt opt recurrent_gemma "
-    "smollm3 starcoder2 vaultgemma zamba zamba2".split()
+    {
+        "bloom", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "falcon", "gemma", "gemma2",
+        "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt2", "gpt_bigcode",
+        "gpt_neo", "jetmoe", "lfm2", "lfm2_moe", "minicpm3", "mpt", "opt", "recurrent_gemma", "smollm3",
+        "starcoder2", "vaultgemma", "zamba", "zamba2",
+    }
 )
+# fmt: on
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -201,7 +206,9 @@ def _layer_windows(config: Config, model_type: str, layers: int, reader: _Reader
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
             count = len(types) if isinstance(types, list) else repr(types)
-            raise ConfigError(f"{reader.where}: field layer_types: need one entry for each of {layers} layers; found {count}")
+            raise ConfigError(
+                f"{reader.where}: field layer_types: need one entry for each of {layers} layers; found {count}"
+            )
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if window is None:
         return (None,) * layers

@@ -32,8 +32,11 @@ def model_names() -> list[str]:
 
 
 def load_model_config(model: str) -> ModelConfig:
-    """The model ``model``: a hub id (or the part after the slash, where that is unique), a local folder that holds
-    ``config.json``, or the path of such a file. A folder wins over an id.
+    """The model called ``model``.
+
+    Args:
+        model: hub id of an embedded config (or the part after the slash, where that is unique), a local folder that
+            holds ``config.json``, or the path of such a file. A folder wins over an id.
 
     Raises:
         UnknownNameError: neither an embedded id nor a path; the message names near misses.
@@ -120,7 +123,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not a text file in UTF-8") from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise ConfigError(
+            f"{file} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object; it holds {type(content).__name__}")
     return content

@@ -1,0 +1,1 @@
+"""Devices: what one chip can do, and the links between chips."""

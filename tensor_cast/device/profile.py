@@ -2,8 +2,8 @@
 
 A device is one YAML file in ``configs/devices``; the file name is the device's name in lower case. Each number carries
 its source. Rates are dense (no 2:4 sparsity) and per device; link bandwidths per device and direction. Everything is
-held in bytes, bytes per second and FLOP per second; a file may write ``80 GiB``, ``1.6 TiB/s`` or ``312 TFLOP/s`` as its
-source does, and the one conversion to plain numbers happens here, at load.
+held in bytes, bytes per second and FLOP per second; a file may write ``80 GiB``, ``1.6 TiB/s`` or ``312 TFLOP/s`` as
+its source does, and the one conversion to plain numbers happens here, at load.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BYTES = {f"{p}B": f for p, f in _PREFIXES.items()} | {
-    f"{p}iB": 1024**power for power, p in enumerate("KMGT", start=1)
-}
+_BYTES = {f"{p}B": f for p, f in _PREFIXES.items()} | {f"{p}iB": 1024**power for power, p in enumerate("KMGT", start=1)}
 _UNITS: dict[str, dict[str, int]] = {
     "a memory size": _BYTES,
     "a bandwidth": {f"{unit}/s": factor for unit, factor in _BYTES.items()},
-    "a compute rate": {
-        f"{p}{unit}": factor for p, factor in _PREFIXES.items() if p for unit in ("FLOP/s", "OP/s")
-    },
+    "a compute rate": {f"{p}{unit}": factor for p, factor in _PREFIXES.items() if p for unit in ("FLOP/s", "OP/s")},
 }
 _QUANTITY = re.compile(r"\s*([0-9][0-9_.]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
 

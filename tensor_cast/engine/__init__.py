@@ -1,0 +1,1 @@
+"""Serving engines: their defaults, their KV cache, their reading of decode context parallelism."""
