@@ -20,7 +20,7 @@ from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import UnpricedOpError
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.performance_model import base, costs
-from tensor_cast.performance_model.analytic import OpTime, kernel_seconds, kernel_time
+from tensor_cast.performance_model.analytic import Bound, OpTime, kernel_seconds, kernel_time
 from tensor_cast.performance_model.comm_analytic import collective_seconds, collective_time
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.expr import Num
@@ -59,6 +59,7 @@ class _Memo(Generic[V]):
 
 _PREPARED: _Memo[Part] = _Memo(4096)
 _PRICED: _Memo[dict[Scope, Num]] = _Memo(4096)
+_BOUNDS: _Memo[dict[Bound, Num]] = _Memo(4096)
 
 
 def prepare(part: Part, quant: QuantConfig, *, fusion: bool = True) -> Part:
@@ -255,7 +256,11 @@ class StepEstimator:
         return draft_env if draft_env is not None else {**env, "Q": segment.query_len}
 
     def _part_seconds(self, part: Part, env: Mapping[str, Num], scopes: frozenset[Scope]) -> Mapping[Scope, Num]:
-        key = (
+        key = self._price_key(part, env, scopes)
+        return _PRICED.get(key, (part, self.device), lambda: self._price(part, env, scopes))
+
+    def _price_key(self, part: Part, env: Mapping[str, Num], scopes: frozenset[Scope]) -> tuple[Hashable, ...]:
+        return (
             id(part),
             self.device.name,
             id(self.device),
@@ -264,7 +269,6 @@ class StepEstimator:
             tuple((axis, self.ranks_of(axis)) for axis in _axes(part)),
             _env_key(env),
         )
-        return _PRICED.get(key, (part, self.device), lambda: self._price(part, env, scopes))
 
     def _price(self, part: Part, env: Mapping[str, Num], scopes: frozenset[Scope]) -> dict[Scope, Num]:
         table = base.DimTable(env)
@@ -281,6 +285,43 @@ class StepEstimator:
                 wire = cost.collective
                 seconds = collective_seconds(self.device, wire.kind, wire.nbytes, self._group(wire))
             totals[op.scope] = totals.get(op.scope, 0.0) + seconds * op.repeat
+        return totals
+
+    def bound_seconds(self, env: Mapping[str, Num], scopes: Collection[Scope]) -> dict[Bound, Num]:
+        """Seconds of the ops of ``scopes`` by what bounds each op; arrays as in :meth:`seconds`.
+
+        An op may be bound by one resource at one point of the grid and by another at the next.
+        """
+        wanted = frozenset(scopes)
+        shape = np.broadcast_shapes(*(np.shape(value) for value in env.values()))
+        totals: dict[Bound, Num] = {bound: np.zeros(shape) for bound in Bound}
+        for segment in self.segments:
+            sizes = self._env_of(segment, env)
+            key = (*self._price_key(segment.part, sizes, wanted), "bound")
+
+            def make(part: Part = segment.part, sizes: Mapping[str, Num] = sizes) -> dict[Bound, Num]:
+                return self._price_bounds(part, sizes, wanted)
+
+            for bound, seconds in _BOUNDS.get(key, (segment.part, self.device), make).items():
+                totals[bound] = totals[bound] + seconds * segment.repeat
+        return totals
+
+    def _price_bounds(self, part: Part, env: Mapping[str, Num], scopes: frozenset[Scope]) -> dict[Bound, Num]:
+        table = base.DimTable(env)
+        totals: dict[Bound, Num] = {}
+        for op in part.ops:
+            cost = self._cost(op, table) if op.scope in scopes else None
+            if cost is None or cost.free:
+                continue
+            if cost.collective is None:
+                time = kernel_time(cost, self.device)
+            else:
+                wire = cost.collective
+                time = collective_time(self.device, wire.kind, wire.nbytes, self._group(wire))
+            which = time.bound
+            for bound in Bound if isinstance(which, np.ndarray) else (which,):
+                share = np.where(which == bound, time.seconds, 0.0) if isinstance(which, np.ndarray) else time.seconds
+                totals[bound] = totals.get(bound, 0.0) + share * op.repeat
         return totals
 
     def _cost(self, op: OpRecord, table: base.DimTable) -> base.OpCost | None:
@@ -367,5 +408,5 @@ def _env_key(env: Mapping[str, Num]) -> Hashable:
 
 def clear_memos() -> None:
     """Forgets every prepared and priced part (for tests and benchmarks)."""
-    for memo in (_PREPARED, _PRICED, _AXES):
+    for memo in (_PREPARED, _PRICED, _BOUNDS, _AXES):
         memo.clear()
