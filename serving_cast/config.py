@@ -296,4 +296,3 @@ def _require_count(name: str, value: object, *, least: int = 1) -> None:
 def _require_share(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:  # False for NaN as well
         raise ConfigError(f"{name} must lie between 0 and 1, found {value:g}")
-

@@ -79,7 +79,10 @@ class KVCacheManager:
     num_mtp_tokens: int = 0
 
     def request_bytes(self, tokens: int) -> int:
-        """Bytes of one request that holds ``tokens`` tokens, draft slots included."""
+        """Bytes of one request that holds ``tokens`` tokens and the slots of its next draft tokens."""
+        return self._bytes(tokens + self.num_mtp_tokens)
+
+    def _bytes(self, tokens: int) -> int:
         return int(
             request_kv_bytes(
                 self.model,
@@ -92,23 +95,14 @@ class KVCacheManager:
             )
         )
 
-    def batch_gib(self, batch_size: int, tokens: int) -> float:
-        """GiB of ``batch_size`` requests of ``tokens`` tokens each."""
-        return batch_size * self.request_bytes(tokens) / GIB
-
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the rank; engines keep one such block as the null block."""
-        return int(
-            request_kv_bytes(
-                self.model,
-                self.parallel.to_tensor_cast(),
-                tokens=1,
-                block_size=self.block_size,
-                kv_dtype=self.kv_dtype,
-                dcp_semantics=self.dcp_semantics,
-            )
-        )
+        return self._bytes(1)
+
+    def batch_gib(self, batch_size: int, tokens: int) -> float:
+        """GiB of ``batch_size`` requests of ``tokens`` tokens each."""
+        return batch_size * self.request_bytes(tokens) / GIB
 
     def max_requests(self, pool_bytes: float, tokens: int) -> int:
         """Most requests of ``tokens`` tokens that a pool holds beside the null block."""
@@ -122,7 +116,7 @@ class KVCacheManager:
         """Tokens of KV cache as engines report them at start-up.
 
         ``int(num_blocks / blocks_per_request * max_model_len)``: the engine multiplies its float concurrency by the
-        longest request, and truncates.
+        longest request, and truncates. Models whose layers all have blocks of the same tokens; engines group others.
         """
-        blocks_per_request = self.request_bytes(max_model_len) / self.block_bytes
+        blocks_per_request = self._bytes(max_model_len) / self.block_bytes
         return int(self.num_blocks(pool_bytes) / blocks_per_request * max_model_len)

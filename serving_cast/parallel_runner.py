@@ -101,13 +101,14 @@ class ParallelRunner:
 
     # -- layouts ------------------------------------------------------------------------------------------------
     def layouts(self) -> Iterator[dict[str, int]]:
-        """Sizes of every layout to look at, legal or not, that the devices suffice for."""
+        """Sizes of every layout to look at, legal or not. Only sizes that the user listed may need too many devices."""
         space, total = self.config.space, self.config.num_devices
         parts = divisors(total)
         experts = self.setting.model.is_moe
+        listed = space.tp is not None and space.dp is not None
         for tp in resolve_search_sizes(space.tp, parts):
             for dp in resolve_search_sizes(space.dp, parts):
-                if tp * dp > total:
+                if tp * dp > total and not (listed or max(tp, dp) > total):
                     continue
                 for ep in resolve_search_sizes(space.ep, (1, tp * dp) if experts else (1,)):
                     for moe_dp in resolve_search_sizes(space.moe_dp, (1,)):
@@ -129,13 +130,6 @@ class ParallelRunner:
             sizes = {**sizes, "dcp_size": 1}
         parallel = ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
         s = self.setting
-        if self.config.mode is not Mode.AGGREGATED and parallel.dcp_size > 1 and s.interleave != s.block_size:
-            raise LegalityError(
-                "dcp.interleave_transfer",
-                need="interleave size = block size, so that KV moves between instances in whole blocks",
-                have=f"interleave {s.interleave}, block {s.block_size}",
-                remedy=f"set --cp-kv-cache-interleave-size {s.block_size} or leave it out",
-            )
         broken = violations(
             s.model,
             parallel.to_tensor_cast(),
@@ -144,6 +138,9 @@ class ParallelRunner:
             quant_block=s.quant.block,
             num_mtp_tokens=s.workload.num_mtp_tokens,
             phase=phase,
+            num_devices=self.config.num_devices,
+            free_experts=s.engine.moe_data_parallel,
+            kv_transfer=self.config.mode is not Mode.AGGREGATED,
         )
         if broken:
             raise broken[0]
@@ -153,7 +150,10 @@ class ParallelRunner:
         """Layouts of one serving phase that break no rule, and what the others break."""
         legal: dict[ParallelConfig, None] = {}
         rejections: dict[ParallelConfig, Rejection] = {}
-        wanted = {"prefill": self.config.prefill_devices_per_instance, "decode": self.config.decode_devices_per_instance}
+        wanted = {
+            "prefill": self.config.prefill_devices_per_instance,
+            "decode": self.config.decode_devices_per_instance,
+        }
         size = wanted.get(phase) if self.config.mode is Mode.PD_RATIO else None
         for sizes in self.layouts():
             if phase == "prefill":

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +17,19 @@ from serving_cast.config import OptimizerConfig, ParallelConfig, Workload
 from serving_cast.kv_cache_manager import KVCacheManager
 from serving_cast.service.chunk_gather import ChunkGather
 from serving_cast.service.steady_state import AggregatedGrid, ContextGather, DecodeGrid, PrefillGrid, StepPricer
-from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.device.profile import DeviceProfile
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.model_config import ModelConfig
+from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator
 from tensor_cast.performance_model.memory import activation_peak_bytes, weight_bytes
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.record import Phase, Trace
+from tensor_cast.trace.expr import Num
+from tensor_cast.trace.record import Phase, Scope, Trace
 from tensor_cast.units import GIB
+
+if TYPE_CHECKING:
+    from tensor_cast.core.trace_library import TraceLibrary
 
 __all__ = ["CostsFactory", "LayoutCosts", "Setting", "TracedCosts", "TracedCostsFactory"]
 
@@ -156,7 +160,9 @@ class TracedCosts:
         if self.parallel.dcp_size == 1 or self.prefill is None:
             return None
         s = self.setting
-        return ChunkGather(s.model, s.device, self.parallel.to_tensor_cast(), s.dcp_semantics)
+        return ChunkGather(
+            s.model, s.device, self.parallel.to_tensor_cast(), s.dcp_semantics, s.workload.num_mtp_tokens
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """KV of one request of ``tokens`` tokens on one rank, in whole blocks."""
@@ -168,7 +174,7 @@ class TracedCosts:
         peak = np.full(len(grid.batches), float(self._profile_peak(s.workload.input_length, s.budget)))
         if self.decode is not None and not isinstance(grid, PrefillGrid):
             env = grid.decode_env if isinstance(grid, AggregatedGrid) else grid.env
-            peak = np.maximum(peak, activation_peak_bytes(self.decode.trace, env))
+            peak = np.maximum(peak, activation_peak_bytes(self.decode.prepared, env))
         return peak
 
     def _profile_peak(self, input_length: int, budget: int) -> float:
@@ -177,19 +183,48 @@ class TracedCosts:
             return 0.0
         query = min(input_length, budget)
         context = min(input_length, query + _CONTEXT_WORKSPACE_TOKENS)
-        return float(activation_peak_bytes(self.prefill.trace, {"B": budget / query, "Q": query, "S": context}))
+        return float(activation_peak_bytes(self.prefill.prepared, {"B": budget / query, "Q": query, "S": context}))
 
     def bound(self, grid: Grid, index: int) -> str:
-        """The resource that most of the mean step waits for, at one batch size."""
-        raise NotImplementedError
+        """The resource that most of the mean step waits for, at one batch size. The host's share is latency."""
+        totals: dict[str, float] = {str(Bound.LATENCY): self.host_s}
+        for estimator, env, scopes, weight in self._step_parts(grid):
+            for bound, seconds in estimator.bound_seconds(env, scopes).items():
+                share = np.broadcast_to(weight * seconds, grid.batches.shape)[index]
+                totals[bound] = totals.get(bound, 0.0) + float(share)
+        if isinstance(grid, AggregatedGrid) and self.gather is not None:
+            extra = grid.share * self.gather(grid.prompts, grid.chunk, *grid.context_before())
+            totals[Bound.NETWORK] = totals.get(Bound.NETWORK, 0.0) + float(extra[index])
+        return str(max(totals, key=lambda bound: totals[bound]))
+
+    def _step_parts(self, grid: Grid) -> list[tuple[StepEstimator, Mapping[str, Num], tuple[Scope, ...], Num]]:
+        """(estimator, sizes, scopes, weight) that add up to the device time of the grid's mean step."""
+        if not isinstance(grid, AggregatedGrid):
+            estimator = self.decode if isinstance(grid, DecodeGrid) else self.prefill
+            assert estimator is not None
+            return [(estimator, grid.env, tuple(Scope), 1.0)]
+        assert self.decode is not None
+        assert self.prefill is not None
+        calm, busy = 1.0 - grid.share, grid.share
+        return [
+            (self.decode, grid.decode_env, (Scope.SEQUENCE,), 1.0),
+            (self.decode, grid.decode_env, (Scope.TOKEN, Scope.SAMPLE), calm),
+            (self.decode, grid.mixed_env, (Scope.TOKEN,), busy),
+            (self.decode, grid.sample_env, (Scope.SAMPLE,), busy),
+            (self.prefill, grid.prefill_env, (Scope.SEQUENCE,), busy),
+        ]
 
 
 class TracedCostsFactory:
     """Traces what a search needs once and prices it per layout."""
 
     def __init__(self, setting: Setting, *, library: TraceLibrary | None = None) -> None:
+        if library is None:
+            from tensor_cast.core.trace_library import TraceLibrary
+
+            library = TraceLibrary(setting.model, use_cache=setting.config.use_cache)
         self.setting = setting
-        self.library = library or TraceLibrary(setting.model, use_cache=setting.config.use_cache)
+        self.library = library
 
     def prepare(self, wanted: Sequence[tuple[ParallelConfig, tuple[Phase, ...]]]) -> None:
         """Trace everything that is missing in one go."""

@@ -111,7 +111,9 @@ class OptimizerSummary:
         if found is None:
             return f"{prefix}no layout to try; check the size lists and the number of devices"
         label = format_parallel_label(found.parallel)
-        return f"{prefix}nearest is {label}, which needs {found.need} but has {found.have} [{found.rule}]; {found.remedy}"
+        return (
+            f"{prefix}nearest is {label}, which needs {found.need} but has {found.have} [{found.rule}]; {found.remedy}"
+        )
 
     def _idle_note(self) -> str:
         total = self.setting.config.num_devices

@@ -59,7 +59,7 @@ class ContextGather(Protocol):
     """Prices what a prefill chunk adds on an instance whose cache is split over DCP ranks."""
 
     def __call__(self, prompts: Array, chunk: Array, context: Array, share: Array) -> Num:
-        """Seconds for ``prompts`` chunks of ``chunk`` tokens over ``context`` cached tokens each.
+        """Seconds for ``prompts`` chunks of ``chunk`` tokens with ``context`` cached tokens before each in the mean.
 
         ``share`` is the part of the chunks that have any context before them.
         """
@@ -221,7 +221,7 @@ class AggregatedGrid:
             + host_s
         )
         if gather is not None:
-            chunk_step = chunk_step + gather(self.prompts, self.chunk, *self._context_before())
+            chunk_step = chunk_step + gather(self.prompts, self.chunk, *self.context_before())
         step = (1.0 - self.share) * calm + self.share * chunk_step
         running = ((1.0 - self.share) * calm**2 + self.share * chunk_step**2) / (2.0 * step)
         u = self.utilisation
@@ -239,7 +239,7 @@ class AggregatedGrid:
             within_budget=self.within_budget,
         )
 
-    def _context_before(self) -> tuple[Array, Array]:
+    def context_before(self) -> tuple[Array, Array]:
         """Mean tokens cached before a chunk, and the share of chunks that have any.
 
         A prompt's first chunk has context only if a prefix hit. Hits come in blocks; below 16 tokens, the smallest

@@ -1,15 +1,18 @@
 """Time of a local op on one device: a launch floor plus the slower of the two roofline legs.
 
 ``time = floor_s + max(flops / (peak * compute), bytes / (bandwidth * memory))`` with the coefficients that the device
-profile holds for the op's class of kernels. Every coefficient is at most 1, so no op is faster than physics allows.
+profile holds for the op's class of kernels; where measurements ask for it a leg is stretched by ``1 + n0/n``, n being the
+tiles that the work splits into. Every efficiency is at most 1, so no op is faster than physics allows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tensor_cast.device.profile import DeviceProfile, KernelFit, OpClass
 from tensor_cast.performance_model.base import OpCost
@@ -25,6 +28,9 @@ class Bound(StrEnum):
     MEMORY = "memory"
     LATENCY = "latency"
     NETWORK = "network"
+
+
+_ORDER = (Bound.COMPUTE, Bound.MEMORY, Bound.LATENCY, Bound.NETWORK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,21 @@ class OpTime:
     @property
     def bound(self) -> Num:
         """:class:`Bound` of each point: the largest share."""
-        order = (Bound.COMPUTE, Bound.MEMORY, Bound.LATENCY, Bound.NETWORK)
+        index = self._largest()
+        return _ORDER[int(index)] if index.ndim == 0 else np.array(_ORDER, dtype=object)[index]
+
+    def by_bound(self) -> Iterator[tuple[Bound, Num]]:
+        """(bound, seconds): the whole time under the bound of each point, 0 at the others. Bounds of no point are out."""
+        index = self._largest()
+        if index.ndim == 0 or (index == index.flat[0]).all():
+            yield _ORDER[int(index.flat[0])], self.seconds
+            return
+        for which in np.unique(index):
+            yield _ORDER[which], np.where(index == which, self.seconds, 0.0)
+
+    def _largest(self) -> NDArray[np.intp]:
         shares = np.broadcast_arrays(self.compute_s, self.memory_s, self.latency_s, self.network_s)
-        index = np.argmax(np.stack(shares), axis=0)
-        return order[int(index)] if index.ndim == 0 else np.array(order, dtype=object)[index]
+        return np.asarray(np.argmax(np.stack(shares), axis=0))
 
 
 def _compute_dtype(cost: OpCost, device: DeviceProfile) -> str:
@@ -87,7 +104,15 @@ def _legs(cost: OpCost, device: DeviceProfile, fit: KernelFit) -> tuple[Num, Num
     rate = _rate(cost, device)
     flops = cost.flops if cost.padded_flops is None else cost.padded_flops
     compute_s = flops / (rate * fit.compute) if rate else 0.0
-    return compute_s, cost.nbytes / (device.memory_bandwidth.value * fit.memory)
+    memory_s = cost.nbytes / (device.memory_bandwidth.value * fit.memory)
+    if cost.tiles is None:
+        return compute_s, memory_s
+    # Few tiles leave cores idle.
+    if fit.compute_tiles:
+        compute_s = compute_s * (1 + fit.compute_tiles / cost.tiles)
+    if fit.memory_tiles:
+        memory_s = memory_s * (1 + fit.memory_tiles / cost.tiles)
+    return compute_s, memory_s
 
 
 def kernel_seconds(cost: OpCost, device: DeviceProfile) -> Num:

@@ -318,10 +318,8 @@ class StepEstimator:
             else:
                 wire = cost.collective
                 time = collective_time(self.device, wire.kind, wire.nbytes, self._group(wire))
-            which = time.bound
-            for bound in Bound if isinstance(which, np.ndarray) else (which,):
-                share = np.where(which == bound, time.seconds, 0.0) if isinstance(which, np.ndarray) else time.seconds
-                totals[bound] = totals.get(bound, 0.0) + share * op.repeat
+            for bound, seconds in time.by_bound():
+                totals[bound] = totals.get(bound, 0.0) + seconds * op.repeat
         return totals
 
     def _cost(self, op: OpRecord, table: base.DimTable) -> base.OpCost | None:
