@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig
-from serving_cast.service.layout_costs import CostsFactory, LayoutCosts, Setting, TracedCostsFactory
+from serving_cast.service.layout_costs import CostsFactory, Grid, LayoutCosts, Setting, TracedCostsFactory
 from serving_cast.service.optimizer_summary import OptimizerSummary
 from serving_cast.service.pareto import pareto_rows
 from serving_cast.service.pd_ratio import best_ratio, transfer_seconds
@@ -27,7 +29,7 @@ from tensor_cast.parallel import violations
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.record import Phase
 
-__all__ = ["Evaluation", "ParallelRunner", "make_setting"]
+__all__ = ["Evaluation", "ParallelRunner", "make_setting", "run_devices"]
 
 #: Called with (layouts done, layouts in all).
 Progress = Callable[[int, int], None]
@@ -38,6 +40,12 @@ _PHASES: dict[str, tuple[Phase, ...]] = {
     "prefill": (Phase.PREFILL,),
     # Prefill as well: the engine sizes its pool after a profile run with a full budget of prompt tokens.
     "decode": (Phase.DECODE, Phase.PREFILL),
+}
+
+_GRIDS: dict[str, Callable[..., Grid]] = {
+    _AGGREGATED: AggregatedGrid.build,
+    "prefill": PrefillGrid.build,
+    "decode": DecodeGrid.build,
 }
 
 
@@ -96,7 +104,7 @@ class ParallelRunner:
     ) -> None:
         self.setting = setting
         self.config = setting.config
-        self._costs = costs or TracedCostsFactory(setting)
+        self._costs: CostsFactory = costs or TracedCostsFactory(setting)
         self._progress = progress or (lambda done, total: None)
 
     # -- layouts ------------------------------------------------------------------------------------------------
@@ -120,8 +128,7 @@ class ParallelRunner:
 
         Every rule is checked before a layout is built from the sizes for tracing or pricing.
 
-        Args:
-            sizes: ``tp_size``, ``dp_size``, ``dcp_size`` ..., by field of :class:`ParallelConfig`.
+        ``sizes`` are fields of :class:`ParallelConfig`: ``tp_size``, ``dp_size``, ``dcp_size`` ...
 
         Raises:
             LegalityError: the first rule that the sizes break.
@@ -189,25 +196,24 @@ class ParallelRunner:
         self._progress(len(legal), len(legal))
         return Evaluation(tuple(points), tuple(rejections))
 
-    def _grid(self, phase: str) -> tuple[NDArray[np.int64], AggregatedGrid | DecodeGrid | PrefillGrid]:
+    def _grid(self, phase: str) -> tuple[NDArray[np.int64], Grid]:
         """Batch sizes of a phase: all that the token budget, the engine and the user allow."""
         s, workload = self.setting, self.setting.workload
         low, high = self.config.space.batch_range or (1, s.budget)
         per_request = workload.new_input_tokens if phase == "prefill" else workload.query_length
         high = min(high, int(s.budget // per_request), s.engine.max_num_seqs or high)
         batches = np.arange(low, max(low, high) + 1, dtype=np.int64)
-        kind = {_AGGREGATED: AggregatedGrid, "prefill": PrefillGrid, "decode": DecodeGrid}[phase]
-        grid: AggregatedGrid | DecodeGrid | PrefillGrid = kind.build(workload, s.budget, batches.astype(np.float64))
-        return batches, grid
+        build: Callable[..., Grid] = _GRIDS[phase]
+        return batches, build(workload, s.budget, batches.astype(np.float64))
 
     def _points(
         self,
         phase: str,
         parallel: ParallelConfig,
         batches: NDArray[np.int64],
-        grid: AggregatedGrid | DecodeGrid | PrefillGrid,
+        grid: Grid,
     ) -> LayoutPoints:
-        costs = self._costs.costs(parallel, _PHASES[phase])
+        costs: LayoutCosts = self._costs.costs(parallel, _PHASES[phase])
         w = self.setting.workload
         # A prefill instance hands its KV over; it never holds the output.
         kv = costs.kv_bytes(w.input_length if phase == "prefill" else w.total_tokens)
@@ -227,6 +233,7 @@ class ParallelRunner:
             batches=batches,
             state=_solve(grid, costs),
             memory=memory,
+            prompt_kv_bytes=costs.kv_bytes(w.input_length),
             coverage=costs.coverage,
             bound_of=lambda index: costs.bound(grid, index),
         )
@@ -269,10 +276,9 @@ class ParallelRunner:
 
     def _transfer_seconds(self, prefill: LayoutPoints, decode: LayoutPoints) -> float:
         """Time to move a whole prompt's KV; the outermost tier is what connects instances."""
-        kv = self._costs.costs(decode.parallel, ()).kv_bytes(self.config.workload.input_length)
         tier = self.setting.device.tiers[-1]
         moving = transfer_seconds(
-            kv,
+            decode.prompt_kv_bytes,
             prefill_tp=prefill.parallel.tp_size,
             decode_tp=decode.parallel.tp_size,
             bandwidth=tier.bandwidth.value,
@@ -280,7 +286,7 @@ class ParallelRunner:
         return moving + tier.latency_s
 
 
-def _solve(grid: AggregatedGrid | DecodeGrid | PrefillGrid, costs: LayoutCosts) -> SteadyState:
+def _solve(grid: Grid, costs: LayoutCosts) -> SteadyState:
     if isinstance(grid, AggregatedGrid):
         assert costs.decode is not None
         assert costs.prefill is not None
@@ -290,10 +296,25 @@ def _solve(grid: AggregatedGrid | DecodeGrid | PrefillGrid, costs: LayoutCosts) 
     return grid.solve(pricer, costs.host_s)
 
 
-def run_devices(config: OptimizerConfig, progress: Progress | None = None) -> Sequence[OptimizerSummary]:
-    """Every device of ``config``, one after the other; see :class:`ParallelRunner`."""
-    return [
-        summary
-        for device in config.devices
-        for summary in ParallelRunner(make_setting(config, device), progress=progress).run()
-    ]
+def run_devices(config: OptimizerConfig, progress: Progress | None = None) -> list[OptimizerSummary]:
+    """Every device of ``config`` in turn; with ``jobs`` > 1 those after the first in processes of their own.
+
+    The first one fills the trace cache. Workers are forked, which is safe only while no tracing (torch and its threads)
+    has run in this process: the result is the same either way.
+    """
+    settings = [make_setting(config, device) for device in config.devices]
+    summaries = ParallelRunner(settings[0], progress=progress).run()
+    rest = settings[1:]
+    if config.jobs > 1 and len(rest) > 1 and "torch" not in sys.modules and hasattr(os, "fork"):
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
+        with ProcessPoolExecutor(min(config.jobs, len(rest)), mp_context=get_context("fork")) as pool:
+            return summaries + [summary for found in pool.map(_search, rest) for summary in found]
+    for setting in rest:
+        summaries += ParallelRunner(setting, progress=progress).run()
+    return summaries
+
+
+def _search(setting: Setting) -> list[OptimizerSummary]:
+    return ParallelRunner(setting).run()

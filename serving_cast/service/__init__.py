@@ -1,0 +1,1 @@
+"""The pieces of the search, each on its own: steady state, points, choice, Pareto front, PD ratio, output."""

@@ -31,7 +31,7 @@ from tensor_cast.units import GIB
 if TYPE_CHECKING:
     from tensor_cast.core.trace_library import TraceLibrary
 
-__all__ = ["CostsFactory", "LayoutCosts", "Setting", "TracedCosts", "TracedCostsFactory"]
+__all__ = ["CostsFactory", "Grid", "LayoutCosts", "Setting", "TracedCosts", "TracedCostsFactory"]
 
 Array = NDArray[np.float64]
 Grid = AggregatedGrid | DecodeGrid | PrefillGrid
@@ -72,15 +72,42 @@ class Setting:
 
 
 class LayoutCosts(Protocol):
-    """Prices and memory of one layout; ``phases`` it was traced for."""
+    """Prices and memory of one layout in the phases it runs."""
 
-    host_s: float
-    weight_bytes: int
-    overhead_bytes: float
-    coverage: float
-    decode: StepPricer | None
-    prefill: StepPricer | None
-    gather: ContextGather | None
+    @property
+    def host_s(self) -> float:
+        """Host time of a step that the device does not hide."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights on the fullest rank."""
+        ...
+
+    @property
+    def overhead_bytes(self) -> float:
+        """Memory that is neither weights, KV nor activations."""
+        ...
+
+    @property
+    def coverage(self) -> float:
+        """Priced share of the ops."""
+        ...
+
+    @property
+    def decode(self) -> StepPricer | None:
+        """Prices of a decode step."""
+        ...
+
+    @property
+    def prefill(self) -> StepPricer | None:
+        """Prices of a prefill step."""
+        ...
+
+    @property
+    def gather(self) -> ContextGather | None:
+        """What prefill chunks add under DCP."""
+        ...
 
     def kv_bytes(self, tokens: int) -> int:
         """KV of one request of ``tokens`` tokens on one rank."""
@@ -237,13 +264,14 @@ class TracedCostsFactory:
 
     def _trace(self, parallel: ParallelConfig, phase: Phase) -> Trace:
         s = self.setting
-        return self.library.trace(
+        trace: Trace = self.library.trace(
             parallel.to_tensor_cast(),
             phase,
             dcp_semantics=s.dcp_semantics,
             block_size=s.block_size,
             num_mtp_tokens=s.workload.num_mtp_tokens,
         )
+        return trace
 
     def _estimator(self, parallel: ParallelConfig, phase: Phase) -> StepEstimator:
         layout = parallel.for_prefill() if phase is Phase.PREFILL else parallel

@@ -28,9 +28,9 @@ def front(first: Array, second: Array) -> NDArray[np.intp]:
 
 
 def pareto_rows(points: Sequence[LayoutPoints], limits: Limits) -> list[Row]:
-    """Front of tok/s per user against tok/s per device over all feasible points; for prefill TTFT takes the user's part.
+    """Front of tok/s per user against tok/s per device over all feasible points.
 
-    Several phases give one front each, in the order in which the phases appear.
+    For prefill TTFT takes the user's part. Several phases give one front each, in the order in which the phases appear.
     """
     rows: list[Row] = []
     for phase in dict.fromkeys(p.phase for p in points):

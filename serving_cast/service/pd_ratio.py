@@ -1,8 +1,8 @@
 """How many prefill and decode instances: integers x and y under the device budget that serve most requests.
 
 A request costs one prefill and OSL - 1 decoded tokens, so ``x`` prefill instances and ``y`` decode instances serve
-``min(x*r_p, y*r_d)`` requests per second. More of either rate never serves fewer, so each decode layout runs at its best
-batch, and each prefill layout at the best one whose TTFT, KV transfer included, keeps the limit.
+``min(x*r_p, y*r_d)`` requests per second. More of either rate never serves fewer, so each decode layout runs at its
+best batch, and each prefill layout at the best one whose TTFT, KV transfer included, keeps the limit.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ def best_ratio(
 ) -> PdChoice | None:
     """The pair of layouts, batches and counts with the highest request rate; None if no pair keeps the limits.
 
-    Args:
-        transfer: seconds to move one request's KV between these two layouts.
+    ``transfer`` gives the seconds to move one request's KV between two layouts.
     """
     best: tuple[tuple[Any, ...], LayoutPoints, int, LayoutPoints, int, int, int, float, float] | None = None
     prefill_choice: dict[tuple[int, float], int | None] = {}

@@ -54,6 +54,7 @@ class LayoutPoints:
         labels: device, engine and DCP semantics, for rows.
         replicas: instances side by side; ``num_devices`` counts idle devices too.
         batches: requests of one rank; ``state`` and ``memory`` run along it.
+        prompt_kv_bytes: KV of one request's prompt on one rank.
         coverage: priced share of the ops.
         bound_of: dominating resource of the step at one index.
     """
@@ -66,6 +67,7 @@ class LayoutPoints:
     batches: NDArray[np.int64]
     state: SteadyState
     memory: LayoutMemory
+    prompt_kv_bytes: int
     coverage: float
     bound_of: Callable[[int], str]
 

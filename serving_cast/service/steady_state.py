@@ -1,25 +1,26 @@
 """Closed forms for a serving instance in its steady state, for every batch size at once.
 
-All functions take the prices of one decode step and one prefill step as objects with ``seconds(env, scopes)`` and return
-arrays with one entry per batch size. They know no device, no memory and no layout.
+All functions take the prices of one decode step and one prefill step as objects with ``seconds(env, scopes)`` and
+return arrays with one entry per batch size. They know no device, no memory and no layout.
 
 Legend: ``b`` decodes of one rank, ``k`` draft tokens, ``t`` tokens a request gains per step, ``ISL_new`` prompt tokens
 without the cached prefix, ``C`` prompt tokens that fit a step beside the decodes.
 
 Aggregated mode
 ---------------
-Each of the ``b`` requests gains ``t`` tokens per step, so ``r = b*t/OSL`` requests end and as many arrive per step, with
-``P = r*ISL_new`` prompt tokens. The first of the OSL tokens comes from the prompt's last chunk; charging a decode for it
-too overstates the decode work by one part in OSL, and keeps throughput = concurrency / TPOT exact.
+Each of the ``b`` requests gains ``t`` tokens per step, so ``r = b*t/OSL`` requests end and as many arrive per step,
+with ``P = r*ISL_new`` prompt tokens. The first of the OSL tokens comes from the prompt's last chunk; charging a decode
+for it too overstates the decode work by one part in OSL, and keeps throughput = concurrency / TPOT exact.
 
-A scheduler with a token budget does not spread the P tokens evenly. It runs a prompt in chunks of ``q = min(ISL_new, C)``
-as soon as it can, ``C = budget - b*(1+k)``. So a share ``P/q`` of the steps carries a chunk (and takes ``T1``), the others
-carry none (``T0``). Above one chunk per step the chunk steps hold ``P/q`` prompts each. The mean step
+P is a mean. A scheduler with a token budget does not spread the tokens evenly: it runs a prompt in chunks of
+``q = min(ISL_new, C)`` as soon as it can, ``C = budget - b*(1+k)``. So a share ``P/q`` of the steps carries a chunk
+(and takes ``T1``), the others carry none (``T0``). Above one chunk per step each step holds ``P/q`` prompts. The mean
+step
 
     step = (1 - s)*T0 + s*T1,    s = min(1, P/q)
 
 is what a request waits per step, so TPOT = step/t. P, q, s and both times are continuous in every parameter, at
-ISL_new = C too.
+ISL_new = C too. The ranks of a DP group are taken to run their chunks in the same steps.
 
 TTFT = what is left of the running step, E[T^2]/(2 E[T]), + queueing for the prompt budget, which is busy a share
 ``u = P/C`` of the time: u/(2(1-u)) prompts' worth of steps (M/D/1), diverging as u -> 1, + the prompt's own
@@ -39,7 +40,7 @@ from serving_cast.config import Workload
 from tensor_cast.trace.expr import Num
 from tensor_cast.trace.record import Scope
 
-__all__ = ["AggregatedGrid", "ContextGather", "DecodeGrid", "PrefillGrid", "StepPricer", "SteadyState"]
+__all__ = ["AggregatedGrid", "ContextGather", "DecodeGrid", "PrefillGrid", "SteadyState", "StepPricer"]
 
 Array = NDArray[np.float64]
 Env = Mapping[str, Num]
@@ -70,9 +71,8 @@ class ContextGather(Protocol):
 class SteadyState:
     """One entry per batch size; times in seconds, rates per step of one rank.
 
-    ``within_budget`` is false where ``step_tokens``, the query tokens of a mean step, exceed ``budget``; the other fields
-    mean nothing there.
-    ``ttft`` or ``tpot`` is None where the phase has none.
+    ``within_budget`` is false where ``step_tokens``, the query tokens of a mean step, exceed ``budget``; the other
+    fields mean nothing there. ``ttft`` or ``tpot`` is None where the phase has none.
     """
 
     step: Array

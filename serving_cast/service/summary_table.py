@@ -54,10 +54,13 @@ def _header(summary: OptimizerSummary) -> list[Text]:
     if w.num_mtp_tokens:
         rates = ", ".join(f"{rate:g}" for rate in w.mtp_acceptance_rates)
         work += f", {w.num_mtp_tokens} draft tokens (acceptance {rates}: {w.tokens_per_step:.2f} tokens a step)"
+    engine = (
+        f"engine {s.engine.name}, DCP semantics {s.dcp_semantics}, KV {s.quant.kv_dtype}, "
+        f"block {s.block_size}, {s.budget} tokens a step; weights: {s.quant.source}"
+    )
     lines = (
         f"{s.model.model_id} on {c.num_devices} x {s.device.name}, {c.mode.value.replace('_', ' ')}",
-        f"engine {s.engine.name}, DCP semantics {s.dcp_semantics}, KV {s.quant.kv_dtype}, "
-        f"block {s.block_size}, {s.budget} tokens a step; weights: {s.quant.source}",
+        engine,
         f"workload: {work}; limits: {', '.join(limits) or 'none'}",
     )
     return [Text(line) for line in lines]

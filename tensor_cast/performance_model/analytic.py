@@ -59,7 +59,7 @@ class OpTime:
         return _ORDER[int(index)] if index.ndim == 0 else np.array(_ORDER, dtype=object)[index]
 
     def by_bound(self) -> Iterator[tuple[Bound, Num]]:
-        """(bound, seconds): the whole time under the bound of each point, 0 at the others. Bounds of no point are out."""
+        """(bound, seconds) for each bound that some point has: the whole time there, 0 at the other points."""
         index = self._largest()
         if index.ndim == 0 or (index == index.flat[0]).all():
             yield _ORDER[int(index.flat[0])], self.seconds
