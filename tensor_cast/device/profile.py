@@ -86,15 +86,19 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"
 
 
 class KernelFit(_Frozen):
-    """``time = floor_s + max(flops / (peak * compute), bytes / (bandwidth * memory))``.
+    """``time = floor_s + max(flops / (peak * compute) * (1 + compute_tiles / n), bytes / (bandwidth * memory) * (1 +
+    memory_tiles / n))``, n being the independent tiles that the op's work splits into.
 
-    Fitted by ``benchmarks/fit_op_points.py``; ``error`` is the held-out median absolute relative error, None where
+    ``compute_tiles`` and ``memory_tiles`` say how many tiles it takes to keep half of the device busy: a kernel with few
+    of them leaves cores idle. Zero where measurements do not ask for the term. Fitted by ``benchmarks/fit_op_points.py``; ``error`` is the held-out median absolute relative error, None where
     the numbers were taken over from a similar device (``source`` says which).
     """
 
     floor_s: NonNegative
     compute: Fraction
     memory: Fraction
+    compute_tiles: NonNegative = 0.0
+    memory_tiles: NonNegative = 0.0
     source: str
     error: float | None = None
 

@@ -42,8 +42,8 @@ __all__ = [
 class CollectiveCost:
     """What goes on the wire.
 
-    ``kind`` is ``all_reduce | all_gather | reduce_scatter | all_to_all | p2p``, ``nbytes`` the local input buffer of one
-    call, ``axis`` the parallel axis and ``group_size`` its ranks.
+    ``kind`` is ``all_reduce | all_gather | reduce_scatter | all_to_all | p2p``, ``nbytes`` the local input buffer of
+    one call, ``axis`` the parallel axis and ``group_size`` its ranks.
     """
 
     kind: str
@@ -62,6 +62,8 @@ class OpCost:
         compute_dtype: dtype the multiplies run in; empty for work on the vector units.
         bytes_read, bytes_written: least traffic with memory.
         padded_flops: FLOPs the kernel executes, padding included, where that is more than ``flops``.
+        tiles: independent pieces that the kernel can spread over cores; None where that does not matter. It grows
+            smoothly with size, never below what one row of tiles gives.
         variant: more specific kernel name, looked up before the dtype (``"fp8_block"``).
         collective: set for an op that crosses ranks.
         free: launches no kernel (its bytes are charged elsewhere).
@@ -73,6 +75,7 @@ class OpCost:
     bytes_read: Num = 0
     bytes_written: Num = 0
     padded_flops: Num | None = None
+    tiles: Num | None = None
     variant: str = ""
     collective: CollectiveCost | None = None
     free: bool = False

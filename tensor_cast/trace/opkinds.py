@@ -11,7 +11,7 @@ from __future__ import annotations
 #: Vector FLOPs of one exp, log, sine, square root or division.
 TRANSCENDENTAL = 8
 
-_MOVE = """_to_copy clone copy copy_ contiguous cat stack expand_copy repeat constant_pad_nd fill fill_ zero_ 
+_MOVE = """_to_copy clone copy copy_ contiguous cat stack expand_copy repeat constant_pad_nd fill fill_ zero_
     lift_fresh_copy zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full arange scalar_tensor
     index index_select gather slice_scatter select_scatter scatter scatter_ index_copy masked_scatter flip roll
     repeat_interleave one_hot diagonal_copy tril triu"""
@@ -19,8 +19,8 @@ _ONE = """add add_ sub sub_ rsub mul mul_ neg abs relu relu_ maximum minimum cla
     masked_fill masked_fill_ eq ne lt le gt ge logical_not logical_and logical_or logical_xor bitwise_not bitwise_and
     bitwise_or bitwise_xor square isnan isinf sign round floor ceil trunc floor_divide remainder scatter_add
     scatter_add_ index_add index_add_ index_put index_put_ addcmul lerp hardtanh"""
-_COSTLY = """pow exp log log1p expm1 exp2 log2 sin cos tanh sigmoid silu silu_ gelu gelu_ softplus sqrt rsqrt reciprocal div
-    div_ erf elu leaky_relu mish hardswish hardsigmoid"""
+_COSTLY = """pow exp log log1p expm1 exp2 log2 sin cos tanh sigmoid silu silu_ gelu gelu_ softplus sqrt rsqrt reciprocal
+    div div_ erf elu leaky_relu mish hardswish hardsigmoid"""
 _REDUCE = "mean sum amax amin max min prod any all norm linalg_vector_norm var argmax argmin"
 _ROWS = {
     "softmax": 2 * TRANSCENDENTAL,

@@ -35,6 +35,10 @@ def keys_read(q: Num, s: Num, window: int | None) -> Num:
     return s if window is None else np.minimum(s, window + q - 1)
 
 
+#: Query rows that one tile of a prefill kernel covers.
+TILE = 128
+
+
 def _is_decode(op: OpRecord) -> bool:
     return str(op.attr("phase", "decode")) == "decode"
 
@@ -43,7 +47,9 @@ def _is_decode(op: OpRecord) -> bool:
 def attention(op: OpRecord) -> OpCost:
     """q[B,Q,h,D], k[B,S',hkv,D], v[B,S',hkv,Dv] -> out[B,Q,h,Dv] (, lse[B,Q,h]); S' = S/dcp.
 
-    FLOPs 2*pairs*h*(D + Dv). Each KV head is read once for all its query heads and all Q tokens.
+    FLOPs 2*pairs*h*(D + Dv). Each KV head is read once for all its query heads and all Q tokens. A prefill kernel works
+    off tiles of queries and computes the masked half of the tiles on the diagonal too; a decode kernel has one piece of
+    work per request and KV head.
     """
     query, key, value = op.inputs[:3]
     b, q, heads, d = query.shape
@@ -52,13 +58,20 @@ def attention(op: OpRecord) -> OpCost:
     s = key.shape[1] * dcp
     pairs = visible_pairs(q, s, window, bool(op.attr("causal", True))) / dcp
     kv_bytes = (d * bits_of(key.dtype) + dv * bits_of(value.dtype)) / 8
-    if d != dv and not _is_decode(op):
-        op_class = OpClass.MLA_PREFILL
+    flops = 2 * b * pairs * heads * (d + dv)
+    padded: Num | None = None
+    if _is_decode(op):
+        op_class, tiles = OpClass.ATTENTION_DECODE, b * kv_heads
     else:
-        op_class = OpClass.ATTENTION_DECODE if _is_decode(op) else OpClass.ATTENTION_PREFILL
+        # Expanded MLA has heads of unequal width and kernels of its own.
+        op_class = OpClass.ATTENTION_PREFILL if d == dv else OpClass.MLA_PREFILL
+        padded = flops + 2 * b * heads * (d + dv) * (q + TILE / 2) * (TILE / 2)
+        tiles = b * heads * np.maximum(q / TILE, 1)
     return OpCost(
         op_class=op_class,
-        flops=2 * b * pairs * heads * (d + dv),
+        flops=flops,
+        padded_flops=padded,
+        tiles=tiles,
         compute_dtype=query.dtype,
         bytes_read=tensor_bytes(query)
         + b * keys_read(q, s, window) / dcp * kv_heads * kv_bytes
@@ -82,6 +95,7 @@ def mla_attention(op: OpRecord) -> OpCost:
     return OpCost(
         op_class=OpClass.MLA_DECODE,
         flops=2 * b * pairs * heads * (width + rank),
+        tiles=b,
         compute_dtype=query.dtype,
         bytes_read=tensor_bytes(query)
         + b * keys_read(q, s, op.attr("window")) / dcp * latent.shape[2] * bits_of(latent.dtype) / 8

@@ -6,6 +6,8 @@ written once.
 
 from __future__ import annotations
 
+import numpy as np
+
 from tensor_cast.device.profile import OpClass
 from tensor_cast.performance_model.base import OpCost, op_cost, tensor_numel, total_bytes
 from tensor_cast.trace.expr import Num
@@ -18,18 +20,30 @@ def compute_dtype(op: OpRecord) -> str:
     return chosen if isinstance(chosen, str) else op.inputs[0].dtype
 
 
+#: Rows and columns of output that one tile of a product covers.
+TILE = 128
+
+
 def gemm_cost(op: OpRecord, flops: Num, contracted: Num, op_class: OpClass) -> OpCost:
     """Cost of a product that contracts ``contracted`` elements per output element.
 
     A product with one contracted element is an outer product (the rotary angles): pointwise work, no matrix unit.
     """
     outer = isinstance(contracted, int) and contracted == 1
+    out = op.outputs[0]
+    columns = out.shape[-1]
+    rows = tensor_numel(out) / columns
+    batch: Num = 1
+    if op_class is OpClass.BATCHED_GEMM and len(out.shape) > 2:
+        rows = out.shape[-2]
+        batch = tensor_numel(out) / (rows * columns)
     return OpCost(
         op_class=OpClass.POINTWISE if outer else op_class,
         flops=flops / 2 if outer else flops,
         compute_dtype="" if outer else compute_dtype(op),
         bytes_read=total_bytes(op.inputs),
         bytes_written=total_bytes(op.outputs),
+        tiles=batch * np.maximum(rows / TILE, 1) * np.maximum(columns / TILE, 1),
         variant=str(op.attr("kernel", "")),
     )
 

@@ -16,7 +16,9 @@ from tensor_cast.trace.expr import Num
 from tensor_cast.trace.record import Kind, OpRecord
 
 #: Rows that one tile of a grouped product holds; half of one is empty on average for each expert it visits.
-TILE_ROWS = 16
+TILE_ROWS = 64
+#: Columns of the intermediate width that one tile covers.
+TILE_COLUMNS = 64
 
 
 @lru_cache(maxsize=64)
@@ -55,8 +57,8 @@ def touched_experts(tokens: Num, num_experts: int, top_k: int, skew: float = 0.0
 def grouped_experts(op: OpRecord) -> OpCost:
     """hidden[T,H], topk_ids[T,k], topk_weights[T,k], gate_up[E_local,2I,H], down[E_local,H,I] -> [T,H].
 
-    Biases and scales may follow. Reads the weights of touched experts only; activations go through memory between the two products. Attribute
-    ``skew`` as in :func:`touched_experts`.
+    Biases and scales may follow. Reads the weights of touched experts only; activations go through memory between the
+    two products. Attribute ``skew`` as in :func:`touched_experts`.
     """
     hidden = op.inputs[0]
     weights = [spec for spec in op.inputs if spec.kind is Kind.WEIGHT]
@@ -78,6 +80,7 @@ def grouped_experts(op: OpRecord) -> OpCost:
         op_class=OpClass.MOE,
         flops=rows * flops_per_row,
         padded_flops=(rows + touched * TILE_ROWS / 2) * flops_per_row,
+        tiles=np.maximum(touched, rows / TILE_ROWS) * np.maximum(inter / TILE_COLUMNS, 1),
         compute_dtype=str(op.attr("compute_dtype", hidden.dtype)),
         bytes_read=touched / local * total_bytes(weights) + tensor_bytes(hidden) + passed_on,
         bytes_written=tensor_bytes(out) + passed_on,
