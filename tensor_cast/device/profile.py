@@ -81,6 +81,9 @@ class OpClass(StrEnum):
     SAMPLING = "sampling"
 
 
+#: Kernels of one compute dtype that differ enough to have a fit of their own: fp8 with a scale per block.
+KERNEL_FAMILIES = ("fp8_block",)
+
 #: Collectives that a device has a fit for.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -174,9 +177,12 @@ class DeviceProfile(_Frozen):
         self._check_dtypes()
         self._check_tiers()
         for key in self.kernels:
-            op_class, _, dtype = key.partition(":")
-            if op_class not in list(OpClass) or (dtype and dtype not in BITS):
-                raise ValueError(f"kernels.{key}: a key is one of {', '.join(OpClass)}, optionally ':' and a dtype")
+            op_class, _, detail = key.partition(":")
+            if op_class not in list(OpClass) or (detail and detail not in (*BITS, *KERNEL_FAMILIES)):
+                raise ValueError(
+                    f"kernels.{key}: a key is one of {', '.join(OpClass)}, optionally ':' and a dtype or one of "
+                    f"{', '.join(KERNEL_FAMILIES)}"
+                )
         missing = [str(c) for c in OpClass if c not in self.kernels]
         if missing:
             raise ValueError(f"kernels: no fit for {', '.join(missing)}")
