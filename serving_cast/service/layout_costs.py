@@ -25,7 +25,8 @@ from tensor_cast.performance_model.estimate import StepEstimator
 from tensor_cast.performance_model.memory import activation_peak_bytes, weight_bytes
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.expr import Num
-from tensor_cast.trace.record import Phase, Scope, Trace
+from tensor_cast.trace.program import Layout
+from tensor_cast.trace.record import Phase, Scope
 from tensor_cast.units import GIB
 
 if TYPE_CHECKING:
@@ -255,32 +256,26 @@ class TracedCostsFactory:
 
     def prepare(self, wanted: Sequence[tuple[ParallelConfig, tuple[Phase, ...]]]) -> None:
         """Trace everything that is missing in one go."""
-        raise NotImplementedError
+        self.library.prefetch(self._layout(parallel, phase) for parallel, phases in wanted for phase in phases)
 
     def costs(self, parallel: ParallelConfig, phases: tuple[Phase, ...]) -> TracedCosts:
         """Costs of one layout from its traces."""
         estimators = {phase: self._estimator(parallel, phase) for phase in phases}
         return TracedCosts(self.setting, parallel, estimators.get(Phase.DECODE), estimators.get(Phase.PREFILL))
 
-    def _trace(self, parallel: ParallelConfig, phase: Phase) -> Trace:
+    def _layout(self, parallel: ParallelConfig, phase: Phase) -> Layout:
         s = self.setting
-        trace: Trace = self.library.trace(
-            parallel.to_tensor_cast(),
-            phase,
-            dcp_semantics=s.dcp_semantics,
-            block_size=s.block_size,
-            num_mtp_tokens=s.workload.num_mtp_tokens,
-        )
-        return trace
+        parallel = parallel.for_prefill() if phase is Phase.PREFILL else parallel
+        return Layout(parallel.to_tensor_cast(), phase, s.dcp_semantics, s.block_size, s.workload.num_mtp_tokens)
 
     def _estimator(self, parallel: ParallelConfig, phase: Phase) -> StepEstimator:
-        layout = parallel.for_prefill() if phase is Phase.PREFILL else parallel
+        layout = self._layout(parallel, phase)
         s = self.setting
         return StepEstimator(
-            self._trace(layout, phase),
+            self.library.compose(layout),
             device=s.device,
             engine=s.engine,
-            parallel=layout.to_tensor_cast(),
+            parallel=layout.parallel,
             quant=s.quant,
             fusion=s.config.fusion,
             strict=s.config.strict,

@@ -81,7 +81,8 @@ class _Rewriter:
                 inputs[i] = replace(op.inputs[i], dtype=scheme.weight_dtype)
                 self._add_scales(op.inputs[i], scheme, inputs, ids)
         model_dtype = op.inputs[0].dtype
-        data = next(i for i, spec in enumerate(op.inputs) if spec.kind is Kind.ACTIVATION)
+        # KV: the expanded prefill of MLA multiplies what it read from the cache.
+        data = next(i for i, spec in enumerate(op.inputs) if spec.kind in (Kind.ACTIVATION, Kind.KV))
         if chosen.activation_dtype is not None:
             (ids[data], inputs[data]), (scale_id, scale) = self._activation(op, data, chosen)
             inputs.append(scale)
