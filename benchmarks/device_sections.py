@@ -79,9 +79,7 @@ def general_keys(fits: Fits, *, like: Mapping[str, str]) -> dict[str, KernelFit 
         source = out.get(model)
         if op_class not in out and isinstance(source, KernelFit):
             text = f"not measured; taken from {model}: {source.source}"
-            out[op_class] = KernelFit(
-                floor_s=source.floor_s, compute=source.compute, memory=source.memory, source=text
-            )
+            out[op_class] = KernelFit(floor_s=source.floor_s, compute=source.compute, memory=source.memory, source=text)
     return out
 
 

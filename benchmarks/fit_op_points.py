@@ -2,8 +2,8 @@
 
     python -m benchmarks.fit_op_points [FOLDER] [--write]
 
-FOLDER holds ``<op>__<system>.csv`` tables (default ``../shared/validation/op_points``). Errors are those of rows a fit has
-not seen: rows are dealt into five folds by a hash of what they measured, and each fold is predicted by a fit of the
+FOLDER holds ``<op>__<system>.csv`` tables (default ``../shared/validation/op_points``). Errors are those of rows a fit
+has not seen: rows are dealt into five folds by a hash of what they measured, and each fold is predicted by a fit of the
 other four. The coefficients written come from all rows. ``--write`` replaces the ``kernels:`` and ``collectives:``
 sections of ``configs/devices/<device>.yaml`` and leaves the rest as it is.
 """
@@ -183,9 +183,7 @@ def fit_collectives(device: DeviceProfile, samples: dict[str, list[WireSample]])
         folds = np.array([fold_of((kind, s.ranks, s.nbytes)) for s in rows])
         possible = seconds >= wire
 
-        def predict(
-            p: Array, rows: npt.NDArray[np.bool_], wire: Array = wire, others: Array = others
-        ) -> Array:
+        def predict(p: Array, rows: npt.NDArray[np.bool_], wire: Array = wire, others: Array = others) -> Array:
             return np.asarray(hop + np.exp(p[0]) + np.exp(p[1]) * others[rows] + wire[rows] / _sigmoid(p[2]))
 
         def fitted(rows: npt.NDArray[np.bool_], seconds: Array = seconds) -> Array:

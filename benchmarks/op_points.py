@@ -26,8 +26,10 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured point. ``key`` is the key of the fit it belongs to (``gemm:bfloat16``), ``case`` what it measured,
-    without the software that ran it."""
+    """One measured point.
+
+    ``key`` is the key of the fit it belongs to (``gemm:bfloat16``), ``case`` what it measured, without the software.
+    """
 
     key: str
     case: tuple[str, ...]
@@ -183,8 +185,11 @@ _NOT_CASE = {
 
 
 def _measures_more(table: str, row: Row) -> bool:
-    """Whether the row times something else beside the op: TensorRT-LLM's fp8 product quantises its input too, which is
-    an op of its own in a trace. (The fp8 products of absorbed MLA are left out: engines run them in bf16.)"""
+    """Whether the row is no measure of the op alone.
+
+    TensorRT-LLM's fp8 product quantises its input too, which is an op of its own in a trace. The fp8 products of
+    absorbed MLA are left out as well: engines run them in bf16.
+    """
     return (table == "gemm_fp8" and row["backend"] == "trtllm") or row.get("bmm_dtype") == "fp8"
 
 

@@ -89,12 +89,13 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"
 
 
 class KernelFit(_Frozen):
-    """``time = floor_s + max(flops / (peak * compute) * (1 + compute_tiles / n), bytes / (bandwidth * memory) * (1 +
-    memory_tiles / n))``, n being the independent tiles that the op's work splits into.
+    """Seconds of a kernel, n being the independent tiles that its work splits into.
 
-    ``compute_tiles`` and ``memory_tiles`` say how many tiles it takes to keep half of the device busy: a kernel with few
-    of them leaves cores idle. Zero where measurements do not ask for the term. Fitted by ``benchmarks/fit_op_points.py``; ``error`` is the held-out median absolute relative error, None where
-    the numbers were taken over from a similar device (``source`` says which).
+    ``floor_s + max(flops / (peak * compute) * (1 + compute_tiles / n),
+    bytes / (bandwidth * memory) * (1 + memory_tiles / n))``. ``compute_tiles`` and ``memory_tiles`` say how many tiles keep half of the device busy: a kernel with few of
+    them leaves cores idle; 0 where measurements do not ask for the term. Fitted by ``benchmarks/fit_op_points.py``;
+    ``error`` is the held-out median absolute relative error, None where the numbers were taken over from a similar
+    device (``source`` says which).
     """
 
     floor_s: NonNegative
@@ -150,8 +151,9 @@ class DeviceProfile(_Frozen):
 
     ``peak_flops`` maps a compute dtype (``bfloat16``, ``float8_e4m3fn``, ``int8``, ``float4_e2m1fn`` ...) to FLOP/s.
     ``emulates`` maps a dtype without a rate of its own to the dtype its kernels compute in (weight-only paths);
-    any other dtype is refused. ``kernels`` maps ``"<op class>"`` or ``"<op class>:<compute dtype>"`` to a fit, the more
-    specific key first; ``collectives`` maps ``all_reduce | all_gather | reduce_scatter | all_to_all | p2p``.
+    any other dtype is refused. ``kernels`` maps ``"<op class>"``, ``"<op class>:<compute dtype>"`` or ``"<op
+    class>:<kernel family>"`` to a fit, the more specific key first; ``collectives`` maps each of
+    :data:`COLLECTIVES` to one.
 
     ``memory_bytes`` is what the label says, ``usable_memory_bytes`` what an engine finds on an idle device.
     """

@@ -1,8 +1,8 @@
 """Time of a local op on one device: a launch floor plus the slower of the two roofline legs.
 
 ``time = floor_s + max(flops / (peak * compute), bytes / (bandwidth * memory))`` with the coefficients that the device
-profile holds for the op's class of kernels; where measurements ask for it a leg is stretched by ``1 + n0/n``, n being the
-tiles that the work splits into. Every efficiency is at most 1, so no op is faster than physics allows.
+profile holds for the op's class of kernels; where measurements ask for it a leg is stretched by ``1 + n0/n``, n being
+the tiles that the work splits into. Every efficiency is at most 1, so no op is faster than physics allows.
 """
 
 from __future__ import annotations

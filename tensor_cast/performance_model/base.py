@@ -29,6 +29,7 @@ __all__ = [
     "DimTable",
     "OpCost",
     "coverage",
+    "dims",
     "is_priced",
     "op_cost",
     "tensor_bytes",
@@ -96,6 +97,11 @@ FREE = OpCost(op_class=None, free=True)
 def op_cost(*names: str) -> Callable[[CostFunction], CostFunction]:
     """Decorator: the function prices the ops called ``names`` (``aten.linear``, without overload)."""
     return COSTS.register(*names)
+
+
+def dims(spec: TensorSpec) -> tuple[Num, ...]:
+    """Dimensions of a tensor whose dimensions are numbers."""
+    return spec.shape
 
 
 def tensor_numel(spec: TensorSpec) -> Num:

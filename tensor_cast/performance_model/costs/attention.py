@@ -11,7 +11,7 @@ import numpy as np
 
 from tensor_cast.device.profile import OpClass
 from tensor_cast.dtypes import bits_of
-from tensor_cast.performance_model.base import FREE, OpCost, op_cost, tensor_bytes, tensor_numel, total_bytes
+from tensor_cast.performance_model.base import FREE, OpCost, dims, op_cost, tensor_bytes, tensor_numel, total_bytes
 from tensor_cast.trace.expr import Num
 from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
 
@@ -52,10 +52,10 @@ def attention(op: OpRecord) -> OpCost:
     work per request and KV head.
     """
     query, key, value = op.inputs[:3]
-    b, q, heads, d = query.shape
-    kv_heads, dv = key.shape[2], value.shape[3]
+    b, q, heads, d = dims(query)
+    kv_heads, dv = dims(key)[2], dims(value)[3]
     dcp, window = op.attr("dcp", 1), op.attr("window")
-    s = key.shape[1] * dcp
+    s = dims(key)[1] * dcp
     pairs = visible_pairs(q, s, window, bool(op.attr("causal", True))) / dcp
     kv_bytes = (d * bits_of(key.dtype) + dv * bits_of(value.dtype)) / 8
     flops = 2 * b * pairs * heads * (d + dv)
@@ -87,10 +87,10 @@ def mla_attention(op: OpRecord) -> OpCost:
     FLOPs 2*pairs*h*((R + r) + R).
     """
     query, latent = op.inputs[:2]
-    b, q, heads, width = query.shape
-    rank = op.outputs[0].shape[-1]
+    b, q, heads, width = dims(query)
+    rank = dims(op.outputs[0])[-1]
     dcp = op.attr("dcp", 1)
-    s = latent.shape[1] * dcp
+    s = dims(latent)[1] * dcp
     pairs = visible_pairs(q, s, op.attr("window"), bool(op.attr("causal", True))) / dcp
     return OpCost(
         op_class=OpClass.MLA_DECODE,
@@ -98,7 +98,7 @@ def mla_attention(op: OpRecord) -> OpCost:
         tiles=b,
         compute_dtype=query.dtype,
         bytes_read=tensor_bytes(query)
-        + b * keys_read(q, s, op.attr("window")) / dcp * latent.shape[2] * bits_of(latent.dtype) / 8
+        + b * keys_read(q, s, op.attr("window")) / dcp * dims(latent)[2] * bits_of(latent.dtype) / 8
         + total_bytes(op.inputs[2:]),
         bytes_written=total_bytes(op.outputs),
     )

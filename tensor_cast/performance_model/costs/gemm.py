@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tensor_cast.device.profile import OpClass
-from tensor_cast.performance_model.base import OpCost, op_cost, tensor_numel, total_bytes
+from tensor_cast.performance_model.base import OpCost, dims, op_cost, tensor_numel, total_bytes
 from tensor_cast.trace.expr import Num
 from tensor_cast.trace.record import OpRecord
 
@@ -31,11 +31,11 @@ def gemm_cost(op: OpRecord, flops: Num, contracted: Num, op_class: OpClass) -> O
     """
     outer = isinstance(contracted, int) and contracted == 1
     out = op.outputs[0]
-    columns = out.shape[-1]
+    columns = dims(out)[-1]
     rows = tensor_numel(out) / columns
     batch: Num = 1
     if op_class is OpClass.BATCHED_GEMM and len(out.shape) > 2:
-        rows = out.shape[-2]
+        rows = dims(out)[-2]
         batch = tensor_numel(out) / (rows * columns)
     return OpCost(
         op_class=OpClass.POINTWISE if outer else op_class,
