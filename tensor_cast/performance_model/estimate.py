@@ -6,11 +6,9 @@ remembered, so that layouts which share parts (attention by tp and dcp, feed-for
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from tensor_cast.model_config import ParallelConfig
 from tensor_cast.performance_model import base, costs
 from tensor_cast.performance_model.analytic import Bound, OpTime, kernel_seconds, kernel_time
 from tensor_cast.performance_model.comm_analytic import collective_seconds, collective_time
+from tensor_cast.performance_model.memo import Memo, env_key
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.expr import Num
 from tensor_cast.trace.fuse import fuse
@@ -32,34 +31,9 @@ __all__ = ["OpEstimate", "StepEstimate", "StepEstimator", "prepare"]
 
 _FAMILIES = costs  # importing the package registers every cost function
 
-V = TypeVar("V")
-
-
-class _Memo(Generic[V]):
-    """A bounded memo whose keys may hold parts by identity; the entry keeps the part alive, so an id stays its own."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._entries: OrderedDict[Hashable, tuple[object, V]] = OrderedDict()
-
-    def get(self, key: Hashable, owner: object, make: Callable[[], V]) -> V:
-        found = self._entries.get(key)
-        if found is not None:
-            self._entries.move_to_end(key)
-            return found[1]
-        value = make()
-        self._entries[key] = (owner, value)
-        if len(self._entries) > self.limit:
-            self._entries.popitem(last=False)
-        return value
-
-    def clear(self) -> None:
-        self._entries.clear()
-
-
-_PREPARED: _Memo[Part] = _Memo(4096)
-_PRICED: _Memo[dict[Scope, Num]] = _Memo(4096)
-_BOUNDS: _Memo[dict[Bound, Num]] = _Memo(4096)
+_PREPARED: Memo[Part] = _Memo(4096)
+_PRICED: Memo[dict[Scope, Num]] = _Memo(4096)
+_BOUNDS: Memo[dict[Bound, Num]] = _Memo(4096)
 
 
 def prepare(part: Part, quant: QuantConfig, *, fusion: bool = True) -> Part:
@@ -267,7 +241,7 @@ class StepEstimator:
             self.moe_skew,
             scopes,
             tuple((axis, self.ranks_of(axis)) for axis in _axes(part)),
-            _env_key(env),
+            env_key(env),
         )
 
     def _price(self, part: Part, env: Mapping[str, Num], scopes: frozenset[Scope]) -> dict[Scope, Num]:
@@ -390,18 +364,7 @@ def _axes(part: Part) -> Sequence[str]:
     return _AXES.get(id(part), part, lambda: tuple(sorted({op.axis for op in part.ops if op.axis is not None})))
 
 
-_AXES: _Memo[tuple[str, ...]] = _Memo(4096)
-
-
-def _env_key(env: Mapping[str, Num]) -> Hashable:
-    out: list[Hashable] = []
-    for name in sorted(env):
-        value = env[name]
-        if isinstance(value, np.ndarray):
-            out.append((name, value.shape, str(value.dtype), value.tobytes()))
-        else:
-            out.append((name, value))
-    return tuple(out)
+_AXES: Memo[tuple[str, ...]] = _Memo(4096)
 
 
 def clear_memos() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tensor_cast.performance_model.base import DimTable, tensor_bytes
+from tensor_cast.performance_model.memo import Memo, env_key
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.expr import Num, evaluate
 from tensor_cast.trace.record import Kind, ParamSpec, Part, TensorSpec, Trace
@@ -61,8 +62,16 @@ class _Lifetime:
     last: int
 
 
+_LIFETIMES: Memo[tuple[list[_Lifetime], list[TensorSpec]]] = Memo(4096)
+_PEAKS: Memo[Num] = Memo(4096)
+
+
 def _lifetimes(part: Part) -> tuple[list[_Lifetime], list[TensorSpec]]:
     """(values born in the part, values that come from outside); views share the storage of their value."""
+    return _LIFETIMES.get(id(part), part, lambda: _find_lifetimes(part))
+
+
+def _find_lifetimes(part: Part) -> tuple[list[_Lifetime], list[TensorSpec]]:
     views: dict[int, list[TensorSpec]] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -152,11 +161,18 @@ def activation_peak_bytes(trace: Trace, env: Mapping[str, Num]) -> Num:
             continue
         seen.add(key)
         sizes = env if segment.query_len is None else {**env, "Q": segment.query_len}
-        table = DimTable(sizes, smooth=False)
-        alive = part_peak_bytes(segment.part, sizes)
-        for spec in _passing(segment.part, following):
-            alive = alive + tensor_bytes(table.spec(spec))
-        peak = np.maximum(peak, alive)
+
+        def make(
+            part: Part = segment.part, following: Part | None = following, sizes: Mapping[str, Num] = sizes
+        ) -> Num:
+            table = DimTable(sizes, smooth=False)
+            alive = part_peak_bytes(part, sizes)
+            for spec in _passing(part, following):
+                alive = alive + tensor_bytes(table.spec(spec))
+            return alive
+
+        memo_key = (id(segment.part), id(following), env_key(sizes))
+        peak = np.maximum(peak, _PEAKS.get(memo_key, (segment.part, following), make))
     return peak
 
 
