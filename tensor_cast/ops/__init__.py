@@ -1,0 +1,25 @@
+"""Custom ops: what engines run as one kernel. Each has a schema, a shape function and a small CPU reference."""
+
+from __future__ import annotations
+
+from tensor_cast.ops.attention import (
+    attention,
+    gather_kv,
+    merge_attention,
+    mla_attention,
+    mla_cache_write,
+    reshape_and_cache,
+)
+from tensor_cast.ops.moe import grouped_experts
+from tensor_cast.ops.sample import sample
+
+__all__ = [
+    "attention",
+    "gather_kv",
+    "grouped_experts",
+    "merge_attention",
+    "mla_attention",
+    "mla_cache_write",
+    "reshape_and_cache",
+    "sample",
+]

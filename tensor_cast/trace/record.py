@@ -244,13 +244,19 @@ class Trace:
 
     @property
     def params(self) -> Iterator[tuple[ParamSpec, int]]:
-        """Each parameter with the number of layers that have one like it. Draft re-runs count once."""
-        seen: set[str] = set()
+        """Each parameter with the number of layers that have one like it.
+
+        A part may fill several segments: layers of other kinds add up, a layer that runs again (a draft module's later
+        passes) counts once.
+        """
+        layers: dict[str, set[int]] = {}
+        specs: dict[str, ParamSpec] = {}
         for segment in self.segments:
             for param in segment.part.params:
-                if param.name not in seen:
-                    seen.add(param.name)
-                    yield param, segment.repeat
+                specs.setdefault(param.name, param)
+                layers.setdefault(param.name, set()).update(segment.layers)
+        for name, spec in specs.items():
+            yield spec, len(layers[name]) or 1
 
     def at(self, env: Mapping[str, Num]) -> tuple[OpRecord, ...]:
         """Every op with its shapes evaluated under ``env`` (exactly)."""

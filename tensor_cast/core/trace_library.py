@@ -1,0 +1,97 @@
+"""Traces of one model for any layout: from memory, else from disk, else traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensor_cast.model_config import ModelConfig, ParallelConfig
+from tensor_cast.trace.cache import TraceCache, default_cache_dir
+from tensor_cast.trace.program import Layout, PartRequest, Skeleton, compose
+from tensor_cast.trace.record import Part, Phase, Trace
+
+if TYPE_CHECKING:
+    from tensor_cast.tracer.trace import ModelTracer
+
+
+class TraceLibrary:
+    """Composes traces of ``model``; parts are shared between layouts, in memory and on disk.
+
+    Equal part keys give the same :class:`Part` object, so whatever is derived from a part can be kept by its key.
+
+    Args:
+        model: the model.
+        cache_dir: where traced parts are kept; the user's cache directory when absent.
+        use_cache: whether to read and write there at all.
+    """
+
+    def __init__(self, model: ModelConfig, *, cache_dir: Path | None = None, use_cache: bool = True) -> None:
+        self.model = model
+        self._cache = TraceCache(cache_dir or default_cache_dir(), model.digest) if use_cache else None
+        self._parts: dict[str, Part] = {}
+        self._skeleton: Skeleton | None = None
+        self._tracer_made: ModelTracer | None = None
+
+    def trace(
+        self,
+        parallel: ParallelConfig,
+        phase: Phase,
+        *,
+        dcp_semantics: str,
+        block_size: int,
+        num_mtp_tokens: int = 0,
+    ) -> Trace:
+        """The trace of one layout and phase; a prefill is traced with dcp = 1 whatever ``parallel`` says.
+
+        Raises:
+            UnsupportedModelError: the model cannot be traced.
+            ConfigError: draft tokens are asked of a model without MTP layers.
+            LegalityError: the layout does not fit the model.
+            UnknownNameError: no such DCP semantics.
+        """
+        layout = Layout(parallel, phase, dcp_semantics, block_size, num_mtp_tokens)
+        return self.compose(layout)
+
+    def compose(self, layout: Layout) -> Trace:
+        """Same as :meth:`trace` for a ready :class:`Layout`."""
+        self.prefetch([layout])
+        return compose(self.model.model_id, self.skeleton, layout, self._parts)
+
+    def prefetch(self, layouts: Iterable[Layout]) -> None:
+        """Have every part ready that the layouts need. Raises as :meth:`trace`."""
+        needed: dict[str, PartRequest] = {}
+        for layout in layouts:
+            needed.update((request.key, request) for request, _, _ in self.skeleton.plan(layout))
+        for key, request in needed.items():
+            if key not in self._parts:
+                self._parts[key] = self._part(request)
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The program without its layout."""
+        if self._skeleton is None:
+            found = self._cache.load_skeleton() if self._cache else None
+            if found is None:
+                found = self._tracer().skeleton()
+                if self._cache:
+                    self._cache.store_skeleton(found)
+            self._skeleton = found
+            self._parts.update((part.key, part) for part in found.fixed)
+        return self._skeleton
+
+    def _part(self, request: PartRequest) -> Part:
+        found = self._cache.load_part(request.key) if self._cache else None
+        if found is None:
+            found = self._tracer().part(request)
+            if self._cache:
+                self._cache.store_part(found)
+        return found
+
+    def _tracer(self) -> ModelTracer:
+        """The tracer, made when something is missing: this is where torch is imported."""
+        if self._tracer_made is None:
+            from tensor_cast.tracer.trace import ModelTracer
+
+            self._tracer_made = ModelTracer(self.model)
+        return self._tracer_made

@@ -1,0 +1,143 @@
+"""Multi-head latent attention: the cache holds one latent per token, decode attends in latent space.
+
+Transformers' MLA modules hand their cache the compressed latents and expand them afterwards (``expand_kv``). Both are
+places to step in: :class:`LatentCache` is the paged cache, and in decode the expansion is left out, because
+:func:`absorbed_attention` moves W_UK to the query and W_UV behind the attention.
+Legend: B requests, Q query tokens, T = B * Q, S context, h heads of this rank, R = kv_lora_rank, C = R + rope width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_cast import ops
+from tensor_cast.layers.context import ParallelContext, current_step, enter_scope
+from tensor_cast.layers.dcp import EXCHANGES, gather_query_heads, values_before_exchange
+from tensor_cast.layers.modules import wrap_forward
+from tensor_cast.ops.kv_layout import local_length
+from tensor_cast.trace.record import Phase, Scope
+
+
+@dataclass(frozen=True)
+class LatentCore:
+    """One MLA module on one rank: widths of the latent, the rotary key, a head's key part and value."""
+
+    ctx: ParallelContext
+    layer_idx: int
+    kv_lora_rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+
+    def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of the paged cache: blocks, tokens per block, latent and rotary key."""
+        return (num_blocks, block_size, self.kv_lora_rank + self.rope_dim)
+
+
+class LatentCache:
+    """Stands in for Transformers' cache inside one MLA module: writes this step's latents, returns the whole context."""
+
+    def __init__(self, core: LatentCore) -> None:
+        self._core = core
+
+    def update(
+        self, latent: torch.Tensor, k_rot: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take latent [B, 1, Q, R] and rotated key [B, 1, Q, rope]; return both over the local context.
+
+        In decode the first of the pair is the whole row [B, 1, S', C], for attention in latent space.
+        """
+        enter_scope(Scope.SEQUENCE)
+        core, step = self._core, current_step()
+        kv_cache = step.kv_caches[core.layer_idx]
+        ops.mla_cache_write(torch.cat([latent, k_rot], dim=-1).squeeze(1), kv_cache, step.slot_mapping)
+        decode = step.phase is Phase.DECODE
+        count = local_length(step.seq_len, core.ctx.dcp if decode else 1, core.ctx.interleave)
+        (rows,) = ops.gather_kv(kv_cache, step.block_table, step.positions, count, None)
+        rows = rows.unsqueeze(1)
+        latents, rotated = rows[..., : core.kv_lora_rank], rows[..., core.kv_lora_rank :]
+        return (rows, rotated) if decode else (latents, rotated)
+
+
+def install(module: nn.Module, core: LatentCore) -> None:
+    """Give an MLA module the paged cache, and leave its latents unexpanded in decode."""
+    module.__dict__["attention_core"] = core
+    cache_argument = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **{**kwargs, cache_argument: LatentCache(core)})
+
+    expand = module.expand_kv
+
+    def expand_kv(latents: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (latents, k_rot) if current_step().phase is Phase.DECODE else expand(latents, k_rot)
+
+    module.__dict__["expand_kv"] = expand_kv
+    wrap_forward(module, forward)
+
+
+def absorbed_attention(
+    core: LatentCore, module: nn.Module, query: torch.Tensor, rows: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Decode attention in latent space.
+
+    Args:
+        core: widths and rank.
+        module: holds kv_b_proj, whose weight [heads * (nope + v), R] is W_UK over W_UV, head by head.
+        query: [B, h, Q, nope + rope].
+        rows: [B, 1, S', C] latents of the local context.
+        scale: factor on the scores.
+        window: sliding window, or None.
+
+    Returns:
+        [B, Q, h, v].
+    """
+    step, ctx = current_step(), core.ctx
+    batch, heads, queries, _ = query.shape
+    tokens = batch * queries
+    weight = module.kv_b_proj.weight.view(-1, core.nope_dim + core.v_dim, core.kv_lora_rank)
+    # Under the rfc semantics kv_b holds the heads of the whole DCP group; this rank's keys are a slice of them.
+    first = ctx.dcp_rank * heads if weight.shape[0] > heads else 0
+    w_uk = weight[first : first + heads, : core.nope_dim]
+    w_uv = weight[:, core.nope_dim :].transpose(1, 2)
+
+    nope, rope = query.split([core.nope_dim, core.rope_dim], dim=-1)
+    in_latent = torch.bmm(nope.transpose(0, 1).reshape(heads, tokens, core.nope_dim), w_uk)
+    in_latent = in_latent.view(heads, batch, queries, core.kv_lora_rank).permute(1, 2, 0, 3)
+    q = torch.cat([in_latent, rope.transpose(1, 2)], dim=-1)
+    split = ctx.dcp > 1
+    if split:
+        q = gather_query_heads(q, ctx)
+    results = ops.mla_attention(
+        q,
+        rows.squeeze(1),
+        step.positions,
+        scale,
+        core.kv_lora_rank,
+        True,
+        window,
+        str(step.phase),
+        ctx.dcp,
+        ctx.dcp_rank,
+        ctx.interleave,
+        split,
+    )
+    if not split:
+        return _to_values(results[0], w_uv)
+    exchange = EXCHANGES.get(ctx.dcp_semantics)
+    if values_before_exchange(ctx.dcp_semantics):
+        return exchange(_to_values(results[0], w_uv), results[1], None, ctx)
+    return _to_values(exchange(*results, None, ctx), w_uv)
+
+
+def _to_values(out: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    """Out of latent space: out [B, Q, h, R], w_uv [h, R, v] -> [B, Q, h, v]."""
+    batch, queries, heads, rank = out.shape
+    flat = out.permute(2, 0, 1, 3).reshape(heads, batch * queries, rank)
+    return torch.bmm(flat, w_uv).view(heads, batch, queries, -1).permute(1, 2, 0, 3)

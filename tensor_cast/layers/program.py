@@ -1,0 +1,145 @@
+"""One rank's program: the whole model with its regions cut for the rank, fed with a step, giving sampled tokens.
+
+The same object runs on fake tensors (to be recorded) and on real ones (to be executed over process groups that are
+registered under the axis names).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tensor_cast import ops
+from tensor_cast.errors import UnsupportedModelError
+from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
+from tensor_cast.layers.modules import clone_tree
+from tensor_cast.layers.plan import ShardPlan
+from tensor_cast.layers.sharding import Sharder
+from tensor_cast.layers.structure import LayerRegions, find_layers, find_regions, is_experts
+from tensor_cast.trace.record import Scope
+
+
+@dataclass
+class Region:
+    """A piece of the model that is cut and traced on its own: ``role`` is embed, attention, ffn, moe or head."""
+
+    role: str
+    path: str
+    module: nn.Module = field(repr=False)
+    layer: int | None = None
+
+
+class Anatomy:
+    """Where the regions of a model are, and how they are cut; the same for every layout.
+
+    Raises:
+        UnsupportedModelError: the model is not built of an embedding, decoder layers with softmax attention and a head.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.layers_path, self.layers = find_layers(model, model.config.num_hidden_layers)
+        self.regions = tuple(self._regions())
+        embedding, head = self._named(model.get_input_embeddings()), self._named(model.get_output_embeddings())
+        self.embedding = Region("embed", embedding, model.get_submodule(embedding))
+        self.head = Region("head", head, model.get_submodule(head))
+        self.plan = ShardPlan(model.tp_plan or {}, model.ep_plan or {}, embedding=embedding, head=head)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """First name of each parameter and buffer, by identity."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {id(tensor): name for name, tensor in reversed(named)}
+
+    def _named(self, module: nn.Module | None) -> str:
+        for path, candidate in self.model.named_modules():
+            if candidate is module:
+                return path
+        raise UnsupportedModelError(f"{type(self.model).__name__} has no input embedding or no output projection.")
+
+    def _regions(self) -> Iterator[LayerRegions]:
+        for index, layer in enumerate(self.layers):
+            yield find_regions(self.layer_path(index), layer)
+
+    def layer_path(self, index: int) -> str:
+        """Path of a decoder layer."""
+        return f"{self.layers_path}.{index}"
+
+    def layer_regions(self, index: int) -> Iterator[Region]:
+        """Regions of a decoder layer in the order of its children, attention first."""
+        layer, names = self.layers[index], self.regions[index]
+        for name in (names.attention, *names.ffn):
+            module = layer.get_submodule(name)
+            role = "attention" if name == names.attention else "ffn"
+            if role == "ffn" and any(is_experts(m) for m in module.modules()):
+                role = "moe"
+            yield Region(role, f"{self.layer_path(index)}.{name}", module, index)
+
+    def cut(
+        self, ctx: ParallelContext, replacements: Mapping[str, nn.Module] | None = None
+    ) -> tuple[nn.Module, Sharder]:
+        """A copy of the whole model, cut for one rank.
+
+        Args:
+            ctx: the rank.
+            replacements: stand-ins by path; a decoder layer that is replaced is not cut.
+        """
+        replacements = replacements or {}
+        clone = clone_tree(self.model, "", replacements)
+        sharder = Sharder(self.plan, ctx, self.names)
+        regions = [self.embedding, self.head]
+        for index in range(len(self.layers)):
+            if self.layer_path(index) not in replacements:
+                regions += self.layer_regions(index)
+        for region in regions:
+            sharder.cut_in_place(clone.get_submodule(region.path), region.path)
+        return clone, sharder
+
+
+class RankProgram:
+    """The model of one rank, ready to run steps.
+
+    Args:
+        anatomy: of the whole model.
+        ctx: the rank.
+        replacements: see :meth:`Anatomy.cut`.
+    """
+
+    def __init__(
+        self, anatomy: Anatomy, ctx: ParallelContext, replacements: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        self.ctx = ctx
+        self.model, self.sharder = anatomy.cut(ctx, replacements)
+        self._head = self.model.get_submodule(anatomy.head.path)
+        self._can_keep_last = "logits_to_keep" in inspect.signature(type(anatomy.model).forward).parameters
+
+    def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """Paged KV caches by layer index, zeroed."""
+        cores = (m.__dict__["attention_core"] for m in self.model.modules() if "attention_core" in m.__dict__)
+        return {c.layer_idx: torch.zeros(c.cache_shape(num_blocks, block_size), dtype=dtype) for c in cores}
+
+    def __call__(self, ids: torch.Tensor, step: Step, *, last_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step.
+
+        Args:
+            ids: [B, Q] tokens.
+            step: positions, caches and tables.
+            last_only: compute logits of the last token of each request only.
+
+        Returns:
+            sampled ids [B, Q or 1] and logits [B, Q or 1, V].
+        """
+        keep = {"logits_to_keep": int(last_only)} if self._can_keep_last else {}
+        with running(step):
+            hook = self._head.register_forward_pre_hook(lambda module, args: enter_scope(Scope.SAMPLE))
+            try:
+                logits = self.model(input_ids=ids, position_ids=step.positions, use_cache=False, **keep).logits
+            finally:
+                hook.remove()
+            return ops.sample(logits), logits

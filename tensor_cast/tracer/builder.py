@@ -1,0 +1,94 @@
+"""From a model's configuration to its module, without weights and without running anyone's code but Transformers'."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tensor_cast.errors import ConfigError, UnsupportedModelError
+from tensor_cast.layers.attention import IMPLEMENTATION, attention_forward
+from tensor_cast.layers.moe import experts_forward
+from tensor_cast.model_config import AttentionKind, ModelConfig
+
+#: Types that Transformers does not map but that are, weight for weight, one that it does.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+
+# Attention goes to our function. No mask function is registered under the name, so Transformers builds no mask at all.
+AttentionInterface.register(IMPLEMENTATION, attention_forward)
+ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = experts_forward
+
+
+def hf_config(model: ModelConfig) -> Any:
+    """Transformers' configuration object.
+
+    Raises:
+        UnsupportedModelError: a type that cannot be traced.
+        ConfigError: the configuration cannot be read.
+    """
+    values = json.loads(model.hf_config)
+    if model.attention is AttentionKind.DSA or "index_topk" in values:
+        raise UnsupportedModelError(
+            f"{model.model_id} uses sparse attention with an indexer (DSA), which comes in a later version."
+        )
+    if values.get("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            f"{model.model_id} is an encoder-decoder model; only decoder-only models are traced."
+        )
+    kind = ALIASES.get(values.get("model_type", model.model_type), values.get("model_type", model.model_type))
+    if kind not in CONFIG_MAPPING:
+        remote = " (its code comes with the checkpoint, and remote code is never run)" if "auto_map" in values else ""
+        raise UnsupportedModelError(f"model type {kind!r} of {model.model_id} is not known to Transformers{remote}.")
+    for key in ("auto_map", "quantization_config", "model_type"):
+        values.pop(key, None)
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:
+        raise ConfigError(f"{model.model_id}: config.json does not describe a {kind}: {_first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"model type {kind!r} of {model.model_id} is not a causal language model.")
+    return config
+
+
+def build(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The whole model, unsharded, in evaluation mode; under a fake-tensor mode it costs no memory.
+
+    Args:
+        model: what to build.
+        dtype: of the weights; the model's own when absent.
+
+    Raises:
+        UnsupportedModelError, ConfigError: see :func:`hf_config`; also when Transformers cannot build it.
+    """
+    config = hf_config(model)
+    config._attn_implementation = IMPLEMENTATION
+    config._experts_implementation = IMPLEMENTATION
+    config.use_cache = False
+    quiet = logging.getLogger("transformers")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        built = AutoModelForCausalLM.from_config(
+            config, dtype=dtype or getattr(torch, model.dtype), attn_implementation=IMPLEMENTATION
+        )
+    except (UnsupportedModelError, ConfigError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{model.model_id}: Transformers cannot build this model: {_first_line(error)}") from error
+    finally:
+        quiet.setLevel(level)
+    return built.eval()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
