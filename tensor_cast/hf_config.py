@@ -24,7 +24,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-_INTERMEDIATE = ("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff")
+_INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size")
@@ -32,7 +32,7 @@ _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 #: Architectures whose ``intermediate_size`` is that of one expert.
 _INTERMEDIATE_IS_EXPERT = frozenset(
-    {"mixtral", "gpt_oss", "phimoe", "minimax", "minimax_m2", "llama4_text", "granitemoe", "dbrx", "olmoe"}
+    {"mixtral", "gpt_oss", "phimoe", "minimax", "minimax_m2", "granitemoe", "dbrx", "olmoe"}
 )
 #: Architectures that ignore ``sliding_window`` unless ``use_sliding_window`` says otherwise.
 _WINDOW_OFF_BY_DEFAULT = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"})
@@ -102,9 +102,9 @@ def read_facts(config: Config, where: str) -> dict[str, Any]:
         "dtype": _dtype(config),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
         "num_nextn_predict_layers": reader.optional(_MTP),
-        "quantization": config.get("quantization_config"),
+        "quantization": _quantization(config, where),
         "layer_windows": _layer_windows(config, model_type, layers, reader),
-        "moe_layers": _moe_layers(config, model_type, layers, experts),
+        "moe_layers": _moe_layers(config, layers, experts, reader),
     }
     facts |= _attention(config, facts["hidden_size"], reader)
     facts |= _experts(config, model_type, experts, facts["moe_layers"], reader)
@@ -136,6 +136,19 @@ class _Reader:
             return value
         return 0
 
+    def items(self, name: str, count: int | None = None) -> list[Any]:
+        """The list ``name``, empty if it is not set; ``count`` entries long where that is given."""
+        value = self.config.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise ConfigError(f"{self.where}: field {name}: found {value!r}; allowed is a list")
+        if count is not None and len(value) != count:
+            raise ConfigError(
+                f"{self.where}: field {name}: need one entry for each of {count} layers; found {len(value)}"
+            )
+        return value
+
 
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -153,8 +166,16 @@ def _dtype(config: Config) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
+def _quantization(config: Config, where: str) -> Config | None:
+    value = config.get("quantization_config")
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: field quantization_config: found {value!r}; allowed is an object")
+    return value
+
+
 def _refuse_unknown_layers(config: Config, model_type: str) -> None:
-    kinds = sorted(set(config.get("layer_types") or ()) & {"linear_attention", "mamba", "recurrent", "conv", "hybrid"})
+    layer_types = {kind for kind in config.get("layer_types") or () if isinstance(kind, str)}
+    kinds = sorted(layer_types & {"linear_attention", "mamba", "recurrent", "conv", "hybrid"})
     if kinds or "hybrid_override_pattern" in config or "layers_block_type" in config:
         what = f"{', '.join(kinds)} layers" if kinds else "recurrent layers"
         raise UnsupportedModelError(f"{model_type}: {what} keep a state instead of a KV cache; not modelled yet")
@@ -162,7 +183,7 @@ def _refuse_unknown_layers(config: Config, model_type: str) -> None:
         raise UnsupportedModelError(f"{model_type}: attention over a compressed KV cache is not modelled yet")
     if "global_head_dim" in config or config.get("num_kv_shared_layers"):
         raise UnsupportedModelError(f"{model_type}: head sizes that differ between layers are not modelled yet")
-    if "chunked_attention" in (config.get("layer_types") or ()) or config.get("attention_chunk_size"):
+    if model_type.startswith("llama4") or config.get("attention_chunk_size"):
         raise UnsupportedModelError(f"{model_type}: attention in chunks is not modelled yet")
 
 
@@ -202,14 +223,8 @@ def _layer_windows(config: Config, model_type: str, layers: int, reader: _Reader
     window = reader.optional(("sliding_window",)) or None
     if not config.get("use_sliding_window", model_type not in _WINDOW_OFF_BY_DEFAULT) or model_type in _NO_WINDOW:
         window = None
-    types = config.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers:
-            count = len(types) if isinstance(types, list) else repr(types)
-            raise ConfigError(
-                f"{reader.where}: field layer_types: need one entry for each of {layers} layers; found {count}"
-            )
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if config.get("layer_types") is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in reader.items("layer_types", layers))
     if window is None:
         return (None,) * layers
     every = reader.optional(("sliding_window_pattern",)) or _FULL_EVERY.get(model_type, 0)
@@ -220,23 +235,20 @@ def _layer_windows(config: Config, model_type: str, layers: int, reader: _Reader
     return tuple(window if i >= first else None for i in range(layers))
 
 
-def _moe_layers(config: Config, model_type: str, layers: int, experts: int) -> tuple[bool, ...]:
+def _moe_layers(config: Config, layers: int, experts: int, reader: _Reader) -> tuple[bool, ...]:
     if experts <= 1:
         return (False,) * layers
-    if kinds := config.get("mlp_layer_types"):
-        return tuple(kind == "sparse" for kind in kinds[:layers])
-    if model_type == "llama4_text":
-        step = int(config.get("interleave_moe_layer_step") or 1)
-        return tuple((i + 1) % step == 0 for i in range(layers))
+    if config.get("mlp_layer_types") is not None:
+        return tuple(kind == "sparse" for kind in reader.items("mlp_layer_types", layers))
     if "decoder_sparse_step" in config or "mlp_only_layers" in config:
-        step = int(config.get("decoder_sparse_step") or 1)
-        dense = set(config.get("mlp_only_layers") or ())
+        step = reader.optional(("decoder_sparse_step",)) or 1
+        dense = set(reader.items("mlp_only_layers"))
         return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
-    first = int(config.get("first_k_dense_replace") or 0)
-    every = config.get("moe_layer_freq") or 1
-    if isinstance(every, list):
-        return tuple(bool(flag) for flag in every[:layers])
-    return tuple(i >= first and i % int(every) == 0 for i in range(layers))
+    if isinstance(config.get("moe_layer_freq"), list):
+        return tuple(bool(flag) for flag in reader.items("moe_layer_freq", layers))
+    first = reader.optional(("first_k_dense_replace",))
+    every = reader.optional(("moe_layer_freq",)) or 1
+    return tuple(i >= first and i % every == 0 for i in range(layers))
 
 
 def _experts(
@@ -250,17 +262,20 @@ def _experts(
     size = reader.optional(_EXPERT_SIZE)
     if model_type in _INTERMEDIATE_IS_EXPERT:
         size = size or reader.size(("intermediate_size",))
-        intermediate = reader.optional(("intermediate_size_mlp",))
+        intermediate = 0
     if not size:
         raise ConfigError(f"{reader.where}: the model has {experts} experts but no {_EXPERT_SIZE[0]}")
     if not all(moe_layers):
         intermediate = intermediate or reader.size(_INTERMEDIATE)
     width = reader.optional(("shared_expert_intermediate_size", "shared_intermediate_size"))
     shared = reader.optional(("n_shared_experts", "num_shared_experts")) or -(-width // size)
+    top_k = reader.size(_TOP_K)
+    if top_k > experts:
+        raise ConfigError(f"{reader.where}: {top_k} experts per token are more than the {experts} there are")
     return {
         "intermediate_size": intermediate,
         "num_experts": experts,
-        "num_experts_per_tok": reader.size(_TOP_K),
+        "num_experts_per_tok": top_k,
         "moe_intermediate_size": size,
         "num_shared_experts": shared,
         "shared_expert_intermediate_size": width or shared * size,

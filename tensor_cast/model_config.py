@@ -54,9 +54,10 @@ class ModelConfig:
 
     ``hf_config`` is the text model's configuration as loaded (canonical JSON text, so that the value is hashable);
     ``digest`` identifies it. ``layer_windows[i]`` is the sliding window of layer i, or None for full attention;
-    ``moe_layers[i]`` says whether layer i routes to experts. Sizes a model does not have are 0; ``intermediate_size`` is
-    that of a dense layer, ``shared_expert_intermediate_size`` that of all shared experts together. For MLA ``head_dim``
-    is that of query and key (nope + rope), ``num_key_value_heads`` counts the expanded heads of prefill.
+    ``moe_layers[i]`` says whether layer i routes to experts. Sizes a model does not have are 0;
+    ``intermediate_size`` is that of a dense layer, ``shared_expert_intermediate_size`` that of all shared experts
+    together. For MLA ``head_dim`` is that of query and key (nope + rope), ``num_key_value_heads`` counts the expanded
+    heads of prefill.
     """
 
     model_id: str

@@ -19,17 +19,19 @@ class Span:
     """One level of a group: ``size`` members meet over the links of ``tier``.
 
     At the innermost level the members are ranks; further out each member stands for all ranks of one inner domain.
+    Where domains hold different numbers of members, ``size`` counts the fullest one, which takes longest at this level,
+    and ``fewest`` the emptiest, whose members each carry the largest share to the next level.
     """
 
     tier: Tier
     size: int
+    fewest: int
 
 
 def spans(device: DeviceProfile, ranks: tuple[int, ...]) -> tuple[Span, ...]:
     """Levels that a group crosses, innermost first; levels at which nobody meets are left out.
 
-    With nodes of 8, ranks 0..15 give ``(node, 8), (network, 2)`` and ranks 0, 8, 16, 24 give ``(network, 4)``. Where
-    domains hold different numbers of members, the fullest one counts: it is the slowest, and the others wait.
+    With nodes of 8, ranks 0..15 give ``(node, 8), (network, 2)`` and ranks 0, 8, 16, 24 give ``(network, 4)``.
 
     Args:
         device: whose tiers.
@@ -58,7 +60,7 @@ def _spans(tiers: tuple[Tier, ...], ranks: tuple[int, ...]) -> tuple[Span, ...]:
             domains[domain] = domains.get(domain, 0) + 1
         meeting = max(domains.values())
         if meeting > 1:
-            levels.append(Span(tier, meeting))
+            levels.append(Span(tier, meeting, min(domains.values())))
         members = set(domains)
         unit = tier.size or unit
     return tuple(levels)
