@@ -31,9 +31,9 @@ __all__ = ["OpEstimate", "StepEstimate", "StepEstimator", "prepare"]
 
 _FAMILIES = costs  # importing the package registers every cost function
 
-_PREPARED: Memo[Part] = _Memo(4096)
-_PRICED: Memo[dict[Scope, Num]] = _Memo(4096)
-_BOUNDS: Memo[dict[Bound, Num]] = _Memo(4096)
+_PREPARED: Memo[Part] = Memo(4096)
+_PRICED: Memo[dict[Scope, Num]] = Memo(4096)
+_BOUNDS: Memo[dict[Bound, Num]] = Memo(4096)
 
 
 def prepare(part: Part, quant: QuantConfig, *, fusion: bool = True) -> Part:
@@ -364,7 +364,7 @@ def _axes(part: Part) -> Sequence[str]:
     return _AXES.get(id(part), part, lambda: tuple(sorted({op.axis for op in part.ops if op.axis is not None})))
 
 
-_AXES: Memo[tuple[str, ...]] = _Memo(4096)
+_AXES: Memo[tuple[str, ...]] = Memo(4096)
 
 
 def clear_memos() -> None:
