@@ -92,10 +92,10 @@ class KernelFit(_Frozen):
     """Seconds of a kernel, n being the independent tiles that its work splits into.
 
     ``floor_s + max(flops / (peak * compute) * (1 + compute_tiles / n),
-    bytes / (bandwidth * memory) * (1 + memory_tiles / n))``. ``compute_tiles`` and ``memory_tiles`` say how many tiles keep half of the device busy: a kernel with few of
-    them leaves cores idle; 0 where measurements do not ask for the term. Fitted by ``benchmarks/fit_op_points.py``;
-    ``error`` is the held-out median absolute relative error, None where the numbers were taken over from a similar
-    device (``source`` says which).
+    bytes / (bandwidth * memory) * (1 + memory_tiles / n))``. ``compute_tiles`` and ``memory_tiles`` say how many tiles
+    keep half of the device busy: a kernel with few of them leaves cores idle; 0 where measurements do not ask for the
+    term. Fitted by ``benchmarks/fit_op_points.py``; ``error`` is the held-out median absolute relative error, None
+    where the numbers were taken over from a similar device (``source`` says which).
     """
 
     floor_s: NonNegative

@@ -1,4 +1,4 @@
-"""Reading any Hugging Face config: the embedded ones against the published files, names that vary, and what is broken."""
+"""Reading any Hugging Face config: the embedded ones against published files, names that vary, what is broken."""
 
 from __future__ import annotations
 
@@ -14,10 +14,23 @@ from tensor_cast.model_catalog import load_model_config, model_names
 from tensor_cast.model_config import AttentionKind, ModelConfig
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "hf_configs"
-PROMISED = """deepseek-ai/DeepSeek-V3 deepseek-ai/DeepSeek-R1 deepseek-ai/DeepSeek-V3.2 zai-org/GLM-5.3
-moonshotai/Kimi-K2-Instruct Qwen/Qwen3-8B Qwen/Qwen3-32B Qwen/Qwen3-30B-A3B Qwen/Qwen3-235B-A22B meta-llama/Llama-3.1-8B
-meta-llama/Llama-3.1-70B meta-llama/Llama-3.1-405B openai/gpt-oss-20b openai/gpt-oss-120b
-mistralai/Mixtral-8x7B-v0.1""".split()
+PROMISED = [
+    "deepseek-ai/DeepSeek-V3",
+    "deepseek-ai/DeepSeek-R1",
+    "deepseek-ai/DeepSeek-V3.2",
+    "zai-org/GLM-5.3",
+    "moonshotai/Kimi-K2-Instruct",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-70B",
+    "meta-llama/Llama-3.1-405B",
+    "openai/gpt-oss-20b",
+    "openai/gpt-oss-120b",
+    "mistralai/Mixtral-8x7B-v0.1",
+]
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -344,5 +357,5 @@ def test_an_unknown_id_says_that_no_hub_is_reached() -> None:
 
 def test_a_path_without_a_config(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.json", tmp_path / "absent"):
-        with pytest.raises(ConfigError, match="no config at .*give a folder that holds config.json"):
+        with pytest.raises(ConfigError, match=r"no config at .*give a folder that holds config\.json"):
             load_model_config(str(path))
