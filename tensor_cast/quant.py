@@ -164,6 +164,7 @@ class QuantConfig:
     Args:
         linear, experts: schemes of linears and of routed experts.
         kv_dtype: dtype of the KV cache.
+        model_dtype: dtype of what is not quantised, routers included.
         skip: patterns of module names that keep their dtype.
         source: where the choice comes from (an option, or the config's own method).
     """
@@ -171,6 +172,7 @@ class QuantConfig:
     linear: QuantScheme = _DISABLED
     experts: QuantScheme = _DISABLED
     kv_dtype: str = "bfloat16"
+    model_dtype: str = "bfloat16"
     skip: tuple[str, ...] = ()
     source: str = "unquantised"
 
@@ -198,12 +200,12 @@ class QuantConfig:
         if linear_action is not None:
             scheme = SCHEMES.get(linear_action)
             # A checkpoint's exceptions hold for its own method; another one is applied to every linear.
-            return cls(scheme, scheme, kv_dtype, (), f"option {scheme.name}")
+            return cls(scheme, scheme, kv_dtype, model.dtype, (), f"option {scheme.name}")
         if model.quantization is None:
-            return cls(kv_dtype=kv_dtype)
+            return cls(kv_dtype=kv_dtype, model_dtype=model.dtype)
         linear, experts, skip = _from_config(model.model_id, model.quantization)
         source = f"config {model.quantization.get('quant_method')}"
-        return cls(linear, experts, kv_dtype, skip, source)
+        return cls(linear, experts, kv_dtype, model.dtype, skip, source)
 
     def scheme_of(self, name: str, role: Role, ndim: int = 2) -> QuantScheme:
         """Scheme of the parameter called ``name``; DISABLED for roles and modules that are left alone."""
@@ -221,7 +223,10 @@ class QuantConfig:
         if param.tied_to:
             return 0
         scheme = self.scheme_of(param.name, param.role, len(param.shape))
-        return scheme.weight_bytes(param.shape, param.dtype, experts=param.role is Role.EXPERTS)
+        # Model code may hold a router in float32; checkpoints and engines keep its matrix in the model's dtype.
+        router = param.role is Role.ROUTER and len(param.shape) > 1
+        dtype = self.model_dtype if router else param.dtype
+        return scheme.weight_bytes(param.shape, dtype, experts=param.role is Role.EXPERTS)
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -24,6 +24,7 @@ from tensor_cast.performance_model.memo import Memo, env_key
 from tensor_cast.quant import QuantConfig
 from tensor_cast.trace.expr import Num
 from tensor_cast.trace.fuse import fuse
+from tensor_cast.trace.pack import pack
 from tensor_cast.trace.quantize import quantize
 from tensor_cast.trace.record import OpRecord, Part, Scope, Segment, Trace
 
@@ -37,11 +38,11 @@ _BOUNDS: Memo[dict[Bound, Num]] = Memo(4096)
 
 
 def prepare(part: Part, quant: QuantConfig, *, fusion: bool = True) -> Part:
-    """``part`` as it runs: quantised, then fused. Remembered, so equal requests give the same object."""
+    """``part`` as it runs: quantised, then packed and fused. Remembered, so equal requests give the same object."""
 
     def make() -> Part:
         quantised = quantize(part, quant)
-        return fuse(quantised) if fusion else quantised
+        return fuse(pack(quantised)) if fusion else quantised
 
     return _PREPARED.get((id(part), quant, fusion), part, make)
 
@@ -137,7 +138,7 @@ class StepEstimator:
         trace: what one rank runs, unquantised and unfused.
         parallel: the layout; tells which ranks a collective's axis joins.
         quant: schemes of weights and cache.
-        fusion: merge pointwise regions first; without it every eager op is a kernel.
+        fusion: pack linears and merge pointwise regions first; without it every eager op is a kernel.
         strict: refuse a trace with an op that no cost function prices.
         moe_skew: see :func:`tensor_cast.performance_model.costs.moe.touched_experts`.
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from tensor_cast.dtypes import bits_of
 from tensor_cast.trace.expr import Dim, Expr, evaluate
-from tensor_cast.trace.opkinds import LOOK_UPS, POINTWISE, REDUCTION, UPDATES, vector_flops
-from tensor_cast.trace.record import OpRecord, Part, Segment, TensorSpec, Trace
+from tensor_cast.trace.opkinds import LOOK_UPS, ORDERING, POINTWISE, REDUCTION, UPDATES, vector_flops
+from tensor_cast.trace.record import Kind, OpRecord, Part, Segment, TensorSpec, Trace
 
 FUSED = "tensor_cast.fused"
+#: Longest row that a fused kernel can order.
+SHORT_ROW = 1024
 #: Sizes at which two views of one value are compared; every view of a value scales alike.
 _SAMPLE = {"B": 24, "Q": 4, "S": 4096}
 
@@ -45,7 +47,15 @@ def is_fusable(op: OpRecord) -> bool:
         return False
     if op.name in POINTWISE:
         return True
+    if op.name in ORDERING:
+        return _orders_short_rows(op)
     return op.name in REDUCTION and _folds_last(op)
+
+
+def _orders_short_rows(op: OpRecord) -> bool:
+    """Whether one thread block holds a whole row, as in the fused routing kernels of engines (top-k over experts)."""
+    width = op.inputs[0].shape[-1] if op.inputs and op.inputs[0].shape else None
+    return op.name in ("aten.topk", "aten.sort") and isinstance(width, int) and width <= SHORT_ROW
 
 
 def _folds_last(op: OpRecord) -> bool:
@@ -156,7 +166,28 @@ class _Fuser:
                     region = self._merge(other, region, regions)
                     for member in region.ops:
                         home[member] = region
+        self._join_siblings(regions)
         return self._emit(regions)
+
+    def _join_siblings(self, regions: list[_Region]) -> None:
+        """Merges independent regions that read the same value, such as the rotation of q and of k by one table."""
+        readers: dict[int, list[_Region]] = {}
+        for region in regions:
+            if region.fusable:
+                for v in {v for i in region.ops for v in self.reads[i]}:
+                    if self.values[v].full.kind is Kind.ACTIVATION:
+                        readers.setdefault(v, []).append(region)
+        gone: dict[int, _Region] = {}
+        for group in readers.values():
+            first = group[0]
+            for other in group[1:]:
+                while first.index in gone:
+                    first = gone[first.index]
+                while other.index in gone:
+                    other = gone[other.index]
+                independent = not (first.ancestors & other.bit or other.ancestors & first.bit)
+                if first is not other and independent and self._may_merge(first, other, regions):
+                    gone[other.index] = self._merge(first, other, regions)
 
     @staticmethod
     def _may_merge(first: _Region, second: _Region, regions: Sequence[_Region]) -> bool:
@@ -201,7 +232,7 @@ class _Fuser:
         flops: Dim = 0
         for op in ops:
             per_element = vector_flops(op.name) or 0
-            counted = op.inputs[:1] if op.name in REDUCTION else op.outputs
+            counted = op.outputs if op.name in POINTWISE else op.inputs[:1]
             for spec in counted:
                 flops = Expr.wrap(flops) + Expr.wrap(spec.numel) * per_element
         return OpRecord(

@@ -78,6 +78,8 @@ def is_view(name: str) -> bool:
 
 
 def vector_flops(name: str) -> int | None:
-    """FLOPs per element (see the tables) of a pointwise op or reduction, None for any other op."""
+    """FLOPs per element (see the tables) of a pointwise op, reduction or ordering, None for any other op."""
+    if name in ORDERING:
+        return 1
     found = POINTWISE.get(name)
     return REDUCTION.get(name) if found is None else found

@@ -45,7 +45,9 @@ class _Rewriter:
         used = [i for op in self.part.ops for i in (*op.input_ids, *op.output_ids)]
         self._next_id = max([*used, *self.part.input_ids, *self.part.output_ids], default=0) + 1
         self._params: dict[str, ParamSpec] = {param.name: param for param in self.part.params}
-        # (value id, shape, dtype quantised to, group) -> (quantised id and spec, scale id and spec)
+        # widened value -> the value in the model's dtype that it was cast from
+        self._narrow: dict[int, int] = {}
+        # (value id, elements, width, dtype quantised to, group) -> (quantised id and spec, scale id and spec)
         self._quantised: dict[tuple[object, ...], tuple[tuple[int, TensorSpec], tuple[int, TensorSpec]]] = {}
 
     def run(self) -> Part:
@@ -54,7 +56,10 @@ class _Rewriter:
             stale = [key for key in self._quantised if key[0] in op.output_ids]
             for key in stale:
                 del self._quantised[key]
+            if op.name == "aten._to_copy" and op.inputs[0].dtype == self.quant.model_dtype:
+                self._narrow[op.output_ids[0]] = op.input_ids[0]
             self.ops.append(self._rewrite(self._with_kv_dtype(op)))
+        self._drop_unread_casts()
         if len(self.ops) == len(self.part.ops) and all(a is b for a, b in zip(self.ops, self.part.ops, strict=True)):
             return self.part
         return replace(self.part, ops=tuple(self.ops))
@@ -74,7 +79,7 @@ class _Rewriter:
         schemes = {i: self._scheme(op.inputs[i]) for i in weights}
         chosen = next((scheme for scheme in schemes.values() if scheme.quantises), None)
         if chosen is None:
-            return op
+            return self._router(op, weights)
         inputs, ids = list(op.inputs), list(op.input_ids)
         for i, scheme in schemes.items():
             if scheme.weight_dtype is not None:
@@ -94,6 +99,28 @@ class _Rewriter:
         return replace(
             op, inputs=tuple(inputs), input_ids=tuple(ids), attrs=tuple(sorted(attrs.items(), key=lambda kv: kv[0]))
         )
+
+    def _router(self, op: OpRecord, weights: list[int]) -> OpRecord:
+        """A router that the model's code widens to float32, as engines run it.
+
+        They keep its weight in the model's dtype, multiply in it and accumulate in float32: matrix units have no other
+        way.
+        """
+        dtype = self.quant.model_dtype
+        data = op.inputs[0]
+        if not any(self._params[op.inputs[i].name].role is Role.ROUTER for i in weights) or data.dtype != "float32":
+            return op
+        ids = (self._narrow.get(op.input_ids[0], op.input_ids[0]), *op.input_ids[1:])
+        inputs = tuple(
+            replace(spec, dtype=dtype) if i == 0 or i in weights else spec for i, spec in enumerate(op.inputs)
+        )
+        return replace(op, inputs=inputs, input_ids=ids, attrs=(("compute_dtype", dtype), *op.attrs))
+
+    def _drop_unread_casts(self) -> None:
+        """Removes the casts whose only reader now takes the value as it was."""
+        read = {ident for op in self.ops for ident in op.input_ids} | set(self.part.output_ids)
+        wide = set(self._narrow)
+        self.ops = [op for op in self.ops if not (wide.issuperset(op.output_ids) and read.isdisjoint(op.output_ids))]
 
     def _scheme(self, spec: TensorSpec) -> QuantScheme:
         param = self._params[spec.name]
@@ -116,7 +143,8 @@ class _Rewriter:
         """The quantised activation and its scales, from a new op or from one already there."""
         spec, value = op.inputs[index], op.input_ids[index]
         assert scheme.activation_dtype is not None
-        key = (value, spec.shape, scheme.activation_dtype, scheme.group)
+        # Products may see the value through views ([B*Q, K] and [B, Q, K]); the rows are the same.
+        key = (value, spec.numel, spec.shape[-1], scheme.activation_dtype, scheme.group)
         if key not in self._quantised:
             groups: Dim = 1
             if scheme.group:
@@ -138,4 +166,5 @@ class _Rewriter:
                 )
             )
             self._quantised[key] = (quantised, scale)
-        return self._quantised[key]
+        (quantised_id, _), scale = self._quantised[key]
+        return (quantised_id, replace(spec, dtype=scheme.activation_dtype)), scale

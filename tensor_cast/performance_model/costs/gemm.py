@@ -31,8 +31,10 @@ def gemm_cost(op: OpRecord, flops: Num, contracted: Num, op_class: OpClass) -> O
     """
     outer = isinstance(contracted, int) and contracted == 1
     out = op.outputs[0]
-    columns = dims(out)[-1]
-    rows = tensor_numel(out) / columns
+    rows = tensor_numel(out) / dims(out)[-1]
+    columns: Num = 0
+    for spec in op.outputs:
+        columns = columns + dims(spec)[-1]
     batch: Num = 1
     if op_class is OpClass.BATCHED_GEMM and len(out.shape) > 2:
         rows = dims(out)[-2]
@@ -53,6 +55,16 @@ def linear(op: OpRecord) -> OpCost:
     """``x[.., K] @ weight[N, K].T (+ bias[N])``."""
     k = op.inputs[1].shape[-1]
     return gemm_cost(op, 2 * tensor_numel(op.outputs[0]) * k, k, OpClass.GEMM)
+
+
+@op_cost("tensor_cast.packed_linear")
+def packed_linear(op: OpRecord) -> OpCost:
+    """Linears with one input as a single product: x[.., K], weights[N_i, K] ... -> [.., N_i] ..."""
+    k = op.inputs[1].shape[-1]
+    flops: Num = 0
+    for spec in op.outputs:
+        flops = flops + 2 * tensor_numel(spec) * k
+    return gemm_cost(op, flops, k, OpClass.GEMM)
 
 
 @op_cost("aten.mm")
