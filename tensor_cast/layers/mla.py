@@ -41,7 +41,7 @@ class LatentCore:
 
 
 class LatentCache:
-    """Stands in for Transformers' cache inside one MLA module: writes this step's latents, returns the whole context."""
+    """Transformers' cache as one MLA module sees it: takes this step's latents, returns the whole context."""
 
     def __init__(self, core: LatentCore) -> None:
         self._core = core

@@ -76,7 +76,7 @@ def _rule_of_style(style: str, path: str, module: nn.Module) -> ModuleRule | Non
                 return _column(module)
             case "packed_colwise":
                 return _column(module, sections=2)
-            case "colwise_gather_output" | "colwise_rep":
+            case "colwise_gather_output":
                 rule = _column(module)
                 rule.gather = True
                 return rule
@@ -84,7 +84,7 @@ def _rule_of_style(style: str, path: str, module: nn.Module) -> ModuleRule | Non
                 return _row()
             case "packed_rowwise":
                 return _row(sections=2)
-            case "rowwise_split_input" | "rowwise_rep":
+            case "rowwise_split_input":
                 rule = _row()
                 rule.slice_input = True
                 return rule
@@ -95,12 +95,29 @@ def _rule_of_style(style: str, path: str, module: nn.Module) -> ModuleRule | Non
 
 #: Styles that leave a module whole under engines' rules, or that structure handles (experts, embedding).
 _WHOLE = frozenset(
-    "replicate replicated replicated_with_grad_allreduce mla_kv_a_proj local local_params moe_tp_experts grouped_gemm "
-    "ep_dispatch_experts moe_identity_expert embedding_rowwise".split()
+    {
+        "replicate",
+        "replicated",
+        "replicated_with_grad_allreduce",
+        "mla_kv_a_proj",
+        "local",
+        "local_params",
+        "moe_tp_experts",
+        "grouped_gemm",
+        "ep_dispatch_experts",
+        "moe_identity_expert",
+        "embedding_rowwise",
+    }
 )
-_KNOWN = _WHOLE | set(
-    "colwise rowwise packed_colwise packed_rowwise colwise_gather_output rowwise_split_input all_reduce".split()
-)
+_KNOWN = _WHOLE | {
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "all_reduce",
+}
 
 
 class ShardPlan:
@@ -151,15 +168,12 @@ class ShardPlan:
 
     def _gqa(self, path: str, module: nn.Module, rules: dict[str, ModuleRule]) -> None:
         norm = getattr(module, "q_norm", None)
-        if norm is not None and getattr(norm, "weight", None) is not None:
-            if norm.weight.numel() == module.q_proj.out_features != module.head_dim:
-                return  # a norm over all heads at once: only the plan knows how to keep it right
+        width = norm.weight.numel() if getattr(norm, "weight", None) is not None else 0
+        if width == module.q_proj.out_features != module.head_dim:
+            return  # a norm over all heads at once: only the plan knows how to keep it right
         head_dim = module.head_dim
         out = attention_output(module)
-        heads = (
-            getattr(module, out).in_features // module.v_proj.out_features * (module.v_proj.out_features // head_dim)
-        )
-        heads = heads or getattr(module, out).in_features // head_dim
+        heads = getattr(module, out).in_features // head_dim
         kv_heads = module.k_proj.out_features // head_dim
         rules[f"{path}.q_proj"] = _column(module.q_proj, units=heads)
         rules[f"{path}.k_proj"] = _column(module.k_proj, "kv", units=kv_heads)

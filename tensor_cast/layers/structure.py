@@ -63,9 +63,7 @@ def find_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and has_weights(module[0]):
             return path, module
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has no list of {count} decoder layers, so it cannot be traced."
-    )
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers; it cannot be traced.")
 
 
 def find_regions(path: str, layer: nn.Module) -> LayerRegions:

@@ -73,7 +73,7 @@ def _(kv_cache, block_table, positions, num_keys, window):
 
 
 def _attend(q, k, v, sinks, visible, scale, softcap):
-    """q [B, Q, h, D], k and v [B, S', hkv, ...] -> out [B, Q, h, Dv] in q's dtype, lse [B, Q, h] in float32."""
+    """Masked softmax: q [B, Q, h, D], k, v [B, S', hkv, ...] -> out [B, Q, h, Dv], lse [B, Q, h] in float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[2] // k.shape[2]
     k, v = (t.to(wide).repeat_interleave(groups, dim=2) for t in (k, v))

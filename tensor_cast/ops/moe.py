@@ -31,12 +31,19 @@ def grouped_experts(
 
     Args:
         hidden: [T, H] tokens of all dispatching ranks.
-        topk_ids, topk_weights: [T, k], ids count over all ``num_experts``.
-        gate_up: [E_local, 2I, H], or [E_local, I, H] when not ``gated``; down: [E_local, H, I].
-        gate_up_bias: [E_local, 2I]; down_bias: [E_local, H].
+        topk_ids: [T, k] chosen experts, counted over all ``num_experts``.
+        topk_weights: [T, k].
+        gate_up: [E_local, 2I, H], or [E_local, I, H] when not ``gated``.
+        down: [E_local, H, I].
+        gate_up_bias: [E_local, 2I].
+        down_bias: [E_local, H].
+        num_experts: experts of the whole layer.
+        top_k: experts per token.
         first_expert: id of the first local expert.
         gate: key in :data:`GATES`.
-        ep, dp: ways the experts are split and DP ranks whose tokens meet, for the cost function.
+        gated: whether gate_up holds two matrices.
+        ep: ways the experts are split, for the cost function.
+        dp: DP ranks of the layout, for the cost function.
 
     Returns:
         [T, H]; zero for a token none of whose experts are local.

@@ -1,0 +1,1 @@
+"""The trace as a value: size expressions, records, composition, storage."""

@@ -73,11 +73,13 @@ class TraceCache:
 
     def load_part(self, key: str) -> Part | None:
         """The part, or None when it is absent or its file is damaged."""
-        return self._load(key, part_from_json)
+        part: Part | None = self._load(key, part_from_json)
+        return part
 
     def load_skeleton(self) -> Skeleton | None:
         """The skeleton, or None when it is absent or its file is damaged."""
-        return self._load("skeleton", skeleton_from_json)
+        skeleton: Skeleton | None = self._load("skeleton", skeleton_from_json)
+        return skeleton
 
     def store_part(self, part: Part) -> None:
         """Write a part; a directory that cannot be written is no error, the next run traces again."""
@@ -110,7 +112,7 @@ class TraceCache:
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-                os.replace(temporary, target)
+                Path(temporary).replace(target)
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)
                 raise

@@ -42,9 +42,7 @@ def hf_config(model: ModelConfig) -> Any:
             f"{model.model_id} uses sparse attention with an indexer (DSA), which comes in a later version."
         )
     if values.get("is_encoder_decoder"):
-        raise UnsupportedModelError(
-            f"{model.model_id} is an encoder-decoder model; only decoder-only models are traced."
-        )
+        raise UnsupportedModelError(f"{model.model_id} is an encoder-decoder model; only decoders are traced.")
     kind = ALIASES.get(values.get("model_type", model.model_type), values.get("model_type", model.model_type))
     if kind not in CONFIG_MAPPING:
         remote = " (its code comes with the checkpoint, and remote code is never run)" if "auto_map" in values else ""

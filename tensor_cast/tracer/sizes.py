@@ -54,9 +54,7 @@ class SizeSpace:
         """Raise :class:`RuntimeError` if tracing tied a symbol to a value or to another symbol."""
         for symbol, name in self._symbols.items():
             if symbol in self._env.replacements:
-                raise RuntimeError(
-                    f"tracing fixed {name} to {self._env.replacements[symbol]}; the trace would be wrong"
-                )
+                raise RuntimeError(f"tracing fixed {name} to {self._env.replacements[symbol]}, which is wrong")
 
     def dim(self, size: int | torch.SymInt) -> Dim:
         """A torch size as a plain int or one of our expressions."""

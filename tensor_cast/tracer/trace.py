@@ -123,7 +123,7 @@ class ModelTracer:
     def skeleton(self) -> Skeleton:
         """Slots, fixed parts and captured region arguments; traced at the first call."""
         if self._skeleton is None:
-            with torch.inference_mode(), self._space.mode, _plain_errors(self._config):
+            with torch.inference_mode(), self._space.mode, _PlainErrors(self._config):
                 self._skeleton = self._trace_skeleton()
             self._space.check()
         return self._skeleton
@@ -302,7 +302,7 @@ class ModelTracer:
         )
         region = self._region(request)
         sharder = Sharder(self.anatomy.plan, ctx, self.anatomy.names)
-        with torch.inference_mode(), self._space.mode, _plain_errors(self._config):
+        with torch.inference_mode(), self._space.mode, _PlainErrors(self._config):
             args, kwargs = self._captured[request.role, request.name]
             if request.role == "head" and request.phase == "last":
                 hidden = args[0]
@@ -413,7 +413,7 @@ class ModelTracer:
         return tuple(ops)
 
 
-class _plain_errors:
+class _PlainErrors:
     """Turns what torch or Transformers raise while tracing into one sentence."""
 
     def __init__(self, config: ModelConfig) -> None:
