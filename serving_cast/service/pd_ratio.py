@@ -2,7 +2,9 @@
 
 A request costs one prefill and OSL - 1 decoded tokens, so ``x`` prefill instances and ``y`` decode instances serve
 ``min(x*r_p, y*r_d)`` requests per second. More of either rate never serves fewer, so each decode layout runs at its
-best batch, and each prefill layout at the best one whose TTFT, KV transfer included, keeps the limit.
+best batch, and each prefill layout at the best one whose TTFT, KV transfer included, keeps the limit. The side that
+could do more then runs at the batch with the least latency that still keeps up. Of equal rates the one with fewer
+devices wins, then the one with less latency.
 """
 
 from __future__ import annotations
@@ -116,9 +118,13 @@ def best_ratio(
             if found is None:
                 continue
             x, y, rate = found
-            rank = (-float(f"{rate:.9g}"), x * sizes[0] + y * sizes[1], *_axes(p), *_axes(d))
+            calm_p, ttft = _gentlest(p, _shortened(limits, moving), rate / x / p.parallel.dp_size)
+            calm_d, tpot = _gentlest(d, limits, rate / y / d.parallel.dp_size)
+            latency = ttft + moving + output_length * tpot
+            devices = x * sizes[0] + y * sizes[1]
+            rank = (-_digits(rate), devices, _digits(latency), *_axes(p), *_axes(d))
             if best is None or rank < best[0]:
-                best = (rank, p, prefill_index, d, decode_index, x, y, rate, moving)
+                best = (rank, p, calm_p, d, calm_d, x, y, rate, moving)
     if best is None:
         return None
     _, p, prefill_index, d, decode_index, x, y, rate, moving = best
@@ -140,6 +146,11 @@ def best_ratio(
     )
 
 
+def _digits(value: float) -> float:
+    """Nine significant digits: beyond lies rounding, which must not decide."""
+    return float(f"{value:.9g}")
+
+
 def _axes(points: LayoutPoints) -> tuple[int, ...]:
     return tuple(points.parallel.axes().values())
 
@@ -150,6 +161,17 @@ def _shortened(limits: Limits, seconds: float) -> Limits | None:
         return limits
     left = limits.ttft_ms - seconds / MS
     return replace(limits, ttft_ms=left) if left > 0 else None
+
+
+def _gentlest(points: LayoutPoints, limits: Limits | None, rate: float) -> tuple[int, float]:
+    """(index, latency in seconds) of the least latency at which one rank still serves ``rate`` requests per second."""
+    assert limits is not None
+    latency = points.state.ttft if points.phase == "prefill" else points.state.tpot
+    assert latency is not None
+    enough = points.meets(limits) & (points.state.requests_per_second >= rate * (1 - 1e-9))
+    candidates = np.flatnonzero(enough)
+    index = int(candidates[np.argmin(latency[candidates])])
+    return index, float(latency[index])
 
 
 def _fastest(points: LayoutPoints, limits: Limits | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +23,7 @@ _EXAMPLES = 3
 def renderables(summary: OptimizerSummary) -> list[Table | Text]:
     """Header, best, candidates, Pareto front and rejections, in this order."""
     config = summary.setting.config
-    out: list[Table | Text] = [*_header(summary), *_best(summary)]
+    out: list[Table | Text] = [Text("\n").join(_header(summary)), Text("\n").join(_best(summary))]
     for phase in summary.phases:
         rows = [row for row in summary.candidates if row.phase == phase]
         if rows:
@@ -105,8 +106,12 @@ def _best_line(row: Row) -> str:
     )
 
 
+def _table(title: str) -> Table:
+    return Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+
+
 def _rows_table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=Text(title), title_justify="left", pad_edge=False)
+    table = _table(title)
     table.add_column("parallel", no_wrap=True)
     for name in (
         "dcp",
@@ -162,7 +167,7 @@ def _rejection_table(rejections: Sequence[Rejection]) -> Table:
     groups: dict[str, list[Rejection]] = {}
     for rejection in rejections:
         groups.setdefault(rejection.rule, []).append(rejection)
-    table = Table(title=Text(f"Rejected layouts: {len(rejections)}"), title_justify="left", pad_edge=False)
+    table = _table(f"Rejected layouts: {len(rejections)}")
     for name in ("rule", "layouts", "for example", "need", "have", "remedy"):
         table.add_column(name, justify="right" if name == "layouts" else "left", overflow="fold")
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
