@@ -185,7 +185,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Sizes to try for each axis; None takes every divisor. ``batch_range`` is inclusive."""
+    """Sizes to try for each axis; None takes every divisor. ``batch_range``, inclusive, is of decodes of one rank."""
 
     tp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None

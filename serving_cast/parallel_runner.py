@@ -199,7 +199,9 @@ class ParallelRunner:
     def _grid(self, phase: str) -> tuple[NDArray[np.int64], Grid]:
         """Batch sizes of a phase: all that the token budget, the engine and the user allow."""
         s, workload = self.setting, self.setting.workload
-        low, high = self.config.space.batch_range or (1, s.budget)
+        # The user's range is one of decodes; prompts of a prefill instance are bounded by the token budget.
+        asked = None if phase == "prefill" else self.config.space.batch_range
+        low, high = asked or (1, s.budget)
         per_request = workload.new_input_tokens if phase == "prefill" else workload.query_length
         high = min(high, int(s.budget // per_request), s.engine.max_num_seqs or high)
         batches = np.arange(low, max(low, high) + 1, dtype=np.int64)

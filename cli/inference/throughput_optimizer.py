@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     space.add_argument("--ep-sizes", nargs="+", metavar="SIZE", help="expert parallel: 1 or tp*dp")
     space.add_argument("--moe-dp-sizes", nargs="+", metavar="SIZE", help="copies of the experts (default 1)")
     space.add_argument("--dcp-sizes", nargs="+", metavar="SIZE", help="decode context parallel: divisors of tp")
-    space.add_argument("--batch-range", nargs="+", metavar="SIZE", help="smallest and largest batch of a rank")
+    space.add_argument("--batch-range", nargs="+", metavar="SIZE", help="least and most decodes of a rank")
 
     mode = parser.add_argument_group("mode (default: prefill and decode share each instance)")
     mode.add_argument("--disagg", action="store_true", help="search prefill and decode instances on their own")

@@ -59,6 +59,8 @@ def _header(summary: OptimizerSummary) -> list[Text]:
         f"engine {s.engine.name}, DCP semantics {s.dcp_semantics}, KV {s.quant.kv_dtype}, "
         f"block {s.block_size}, {s.budget} tokens a step; weights: {s.quant.source}"
     )
+    if w.total_tokens > s.model.max_position_embeddings:
+        work += f" (beyond the model's {s.model.max_position_embeddings} positions)"
     lines = (
         f"{s.model.model_id} on {c.num_devices} x {s.device.name}, {c.mode.value.replace('_', ' ')}",
         engine,
