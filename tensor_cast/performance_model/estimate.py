@@ -17,7 +17,7 @@ from tensor_cast.device.profile import DeviceProfile, OpClass
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import UnpricedOpError
 from tensor_cast.model_config import ParallelConfig
-from tensor_cast.performance_model import base, costs
+from tensor_cast.performance_model import base
 from tensor_cast.performance_model.analytic import Bound, OpTime, kernel_seconds, kernel_time
 from tensor_cast.performance_model.comm_analytic import collective_seconds, collective_time
 from tensor_cast.performance_model.memo import Memo, env_key
@@ -29,8 +29,6 @@ from tensor_cast.trace.quantize import quantize
 from tensor_cast.trace.record import OpRecord, Part, Scope, Segment, Trace
 
 __all__ = ["OpEstimate", "StepEstimate", "StepEstimator", "prepare"]
-
-_FAMILIES = costs  # importing the package registers every cost function
 
 _PREPARED: Memo[Part] = Memo(4096)
 _PRICED: Memo[dict[Scope, Num]] = Memo(4096)
