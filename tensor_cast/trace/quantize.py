@@ -15,6 +15,7 @@ from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Role, Segm
 
 #: Products by a stored weight. Batched products by a slice of a weight (absorbed MLA) run on a dense copy.
 _LINEARS = ("aten.linear", "aten.addmm", "aten.mm")
+_CAST = "aten._to_copy"
 _EXPERTS = "tensor_cast.grouped_experts"
 DYNAMIC_QUANT = "tensor_cast.dynamic_quant"
 
@@ -56,7 +57,7 @@ class _Rewriter:
             stale = [key for key in self._quantised if key[0] in op.output_ids]
             for key in stale:
                 del self._quantised[key]
-            if op.name == "aten._to_copy" and op.inputs[0].dtype == self.quant.model_dtype:
+            if op.name == _CAST and op.inputs[0].dtype == self.quant.model_dtype:
                 self._narrow[op.output_ids[0]] = op.input_ids[0]
             self.ops.append(self._rewrite(self._with_kv_dtype(op)))
         self._drop_unread_casts()
@@ -119,8 +120,11 @@ class _Rewriter:
     def _drop_unread_casts(self) -> None:
         """Removes the casts whose only reader now takes the value as it was."""
         read = {ident for op in self.ops for ident in op.input_ids} | set(self.part.output_ids)
-        wide = set(self._narrow)
-        self.ops = [op for op in self.ops if not (wide.issuperset(op.output_ids) and read.isdisjoint(op.output_ids))]
+        self.ops = [
+            op
+            for op in self.ops
+            if not (op.name == _CAST and op.output_ids[0] in self._narrow and op.output_ids[0] not in read)
+        ]
 
     def _scheme(self, spec: TensorSpec) -> QuantScheme:
         param = self._params[spec.name]

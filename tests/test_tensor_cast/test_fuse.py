@@ -61,9 +61,7 @@ def test_values_used_outside_are_written() -> None:
 
 def test_a_product_in_between_separates() -> None:
     """0 -> relu -> linear -> add with relu's output: merging relu and add would go around the product."""
-    p = part(
-        op("aten.relu", [0], [1]), op("aten.linear", [1, 1000], [2]), op("aten.add", [1, 2], [3]), outputs=(3,)
-    )
+    p = part(op("aten.relu", [0], [1]), op("aten.linear", [1, 1000], [2]), op("aten.add", [1, 2], [3]), outputs=(3,))
     assert names(fuse(p)) == ["aten.relu", "aten.linear", "aten.add"]
 
 
