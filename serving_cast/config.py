@@ -281,11 +281,12 @@ class OptimizerConfig:
             )
 
     def echo(self) -> dict[str, Any]:
-        """Every input under its own name, for the output."""
+        """Every input under the name of its option, for the output; limits and device are those of one scenario."""
         values = asdict(self)
-        values["mode"] = self.mode.value
         del values["limits"], values["devices"]
-        return values
+        space = values.pop("space")
+        sizes = {f"{axis}_sizes": space[axis] for axis in ("tp", "dp", "ep", "moe_dp", "dcp")}
+        return values.pop("workload") | values | sizes | {"batch_range": space["batch_range"], "mode": self.mode.value}
 
 
 def _require_count(name: str, value: object, *, least: int = 1) -> None:

@@ -164,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
 
     with _Progress() as progress:
         summaries = run_devices(config, progress.update)
+    shown = args.format == "table" and not args.output and sys.stdout.isatty()
     if args.output:
         from pathlib import Path
 
@@ -171,9 +172,9 @@ def run(args: argparse.Namespace) -> int:
 
         write_atomically(Path(args.output), _render(summaries, args.format))
     else:
-        sys.stdout.write(_render(summaries, args.format, terminal=args.format == "table" and sys.stdout.isatty()))
+        sys.stdout.write(_render(summaries, args.format, terminal=shown))
     failed = [summary for summary in summaries if not summary.feasible]
-    for summary in failed:
+    for summary in [] if shown else failed:
         sys.stderr.write(f"{summary.message()}\n")
     return EXIT_INFEASIBLE if failed else EXIT_OK
 

@@ -78,8 +78,8 @@ class OptimizerSummary:
             "max_batched_tokens": s.budget,
             "kv_dtype": s.quant.kv_dtype,
             "quantization": s.quant.source,
-            "ttft_limit_ms": self.limits.ttft_ms,
-            "tpot_limit_ms": self.limits.tpot_ms,
+            "ttft_limit": self.limits.ttft_ms,
+            "tpot_limit": self.limits.tpot_ms,
         }
 
     def to_json(self) -> dict[str, Any]:

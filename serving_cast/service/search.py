@@ -40,8 +40,21 @@ def merit(row: Row) -> tuple[Any, ...]:
 
 
 def nearest(rejections: Iterable[Rejection]) -> Rejection | None:
-    """The rejection that missed by least; None without any. Rules that are no quantity come last."""
-    return min(rejections, key=lambda r: (r.excess, *r.layout.values(), r.phase, r.rule), default=None)
+    """The rejection that missed by least; None without any.
+
+    A layout that runs but is too slow is nearer than one that does not fit, and that nearer than an illegal one.
+    """
+
+    def distance(rejection: Rejection) -> tuple[Any, ...]:
+        kind = rejection.rule.partition(".")[0]
+        rank = _DISTANCE.get(kind, len(_DISTANCE))
+        return (rank, rejection.excess, *rejection.layout.values(), rejection.phase, rejection.rule)
+
+    return min(rejections, key=distance, default=None)
+
+
+#: How far a kind of rule is from feasible; what is not listed is a rule of legality.
+_DISTANCE = {"ttft": 0, "tpot": 0, "tokens": 1, "memory": 2}
 
 
 _LIMIT_REMEDIES = {

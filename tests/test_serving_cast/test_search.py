@@ -115,9 +115,14 @@ def test_budget_rejection() -> None:
 
 
 def test_nearest_is_the_least_excess() -> None:
-    made = [Rejection(ParallelConfig(tp_size=t), "decode", "r", "", "", "", e) for t, e in ((1, 3.0), (2, 1.1), (4, 2))]
+    made = [
+        Rejection(ParallelConfig(tp_size=t), "decode", "tpot.limit", "", "", "", e)
+        for t, e in ((1, 3.0), (2, 1.1), (4, 2))
+    ]
     legality = Rejection(ParallelConfig(), "decode", "dcp.divides_tp", "", "", "")
-    assert nearest([legality, *made]) is made[1]
+    too_big = Rejection(ParallelConfig(), "decode", "memory.weights", "", "", "", 1.01)
+    assert nearest([legality, too_big, *made]) is made[1]
+    assert nearest([legality, too_big]) is too_big
     assert nearest([legality]) is legality
     assert nearest([]) is None
 
@@ -236,7 +241,7 @@ def test_nothing_feasible_says_what_is_nearest(make_runner: Runner) -> None:
     summary = make_runner(limits=(Limits(tpot_ms=0.5),)).run()[0]
     assert not summary.feasible
     assert summary.best_json() is None
-    least = min(r.excess for r in summary.rejections)
+    least = min(r.excess for r in summary.rejections if r.rule == "tpot.limit")
     assert f"({100 * (least - 1):.3g} % over)" in summary.message()
     assert "nearest is" in summary.message()
     assert "[tpot.limit]" in summary.message()
