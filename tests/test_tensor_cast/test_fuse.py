@@ -188,7 +188,7 @@ def test_fusion_is_a_schedulable_partition_that_moves_no_more(original: Part) ->
     assert len(flat) == len(set(flat))
     home = {i: g for g, group in enumerate(groups) for i in group}
     writer = {ident: i for i, o in enumerate(original.ops) for ident in o.output_ids}
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[int] = nx.DiGraph()
     for i, o in enumerate(original.ops):
         for ident in o.input_ids:
             if ident in writer and home.get(writer[ident]) != home.get(i):
