@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tensor_cast.errors import ConfigError, UnsupportedModelError
@@ -59,7 +62,7 @@ def hf_config(model: ModelConfig) -> Any:
 
 
 def build(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole model, unsharded, in evaluation mode; under a fake-tensor mode it costs no memory.
+    """The whole model, unsharded, in evaluation mode, its weights not initialised; on fake tensors it costs no memory.
 
     Args:
         model: what to build.
@@ -68,24 +71,32 @@ def build(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrained
     Raises:
         UnsupportedModelError, ConfigError: see :func:`hf_config`; also when Transformers cannot build it.
     """
-    config = hf_config(model)
-    config._attn_implementation = IMPLEMENTATION
-    config._experts_implementation = IMPLEMENTATION
-    config.use_cache = False
-    quiet = logging.getLogger("transformers")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)
-    try:
-        built = AutoModelForCausalLM.from_config(
-            config, dtype=dtype or getattr(torch, model.dtype), attn_implementation=IMPLEMENTATION
-        )
-    except (UnsupportedModelError, ConfigError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"{model.model_id}: Transformers cannot build this model: {_first_line(error)}") from error
-    finally:
-        quiet.setLevel(level)
+    with _quiet(), no_init_weights():
+        config = hf_config(model)
+        config._experts_implementation = IMPLEMENTATION
+        config.use_cache = False
+        try:
+            built = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or getattr(torch, model.dtype), attn_implementation=IMPLEMENTATION
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"{model.model_id}: Transformers cannot build this model: {_first_line(error)}"
+            ) from error
+    built.tie_weights()
     return built.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers' remarks on a configuration are for people who load weights; errors still come through."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

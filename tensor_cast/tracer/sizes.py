@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from tensor_cast.trace import expr as ours
 from tensor_cast.trace.expr import Dim, Expr
+from tensor_cast.tracer.fast_sizes import MemoNode, remembering
 
 #: Values that stand behind the symbols where torch must decide something: distinct, no size of any model, and with
 #: S > Q > 1 as in every real step. No decision that fixes a symbol is accepted, see :meth:`SizeSpace.check`.
@@ -39,8 +40,11 @@ class SizeSpace:
     def __init__(self, concrete: Mapping[str, int] | None = None) -> None:
         self._env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self._env)
+        if concrete is None:
+            self.mode.cache_enabled = False
         self._symbols: dict[sympy.Symbol, str] = {}
         self._known: dict[sympy.Expr, Dim] = {}
+        self._nodes: dict[Any, MemoNode] = {}
         values = {name: self._symbol(name) if concrete is None else concrete[name] for name in HINTS}
         self.sizes = Sizes(**values)
 
@@ -48,7 +52,8 @@ class SizeSpace:
         source = ConstantSource(name)
         made = self._env.create_symbol(HINTS[name], source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self._symbols[made] = name
-        return self._env.create_symintnode(made, hint=HINTS[name], source=source)
+        size = self._env.create_symintnode(made, hint=HINTS[name], source=source)
+        return torch.SymInt(remembering(size.node, self._nodes))
 
     def check(self) -> None:
         """Raise :class:`RuntimeError` if tracing tied a symbol to a value or to another symbol."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tensor_cast.errors import MsModelingError, UnsupportedModelError
 from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
@@ -156,11 +157,14 @@ class ModelTracer:
         program = RankProgram(anatomy, ctx, stand_ins)
         step = self._with_caches(self._step(Phase.DECODE, _BLOCK_SIZE, ctx), program.model, _BLOCK_SIZE, ctx)
         recorder = self._recorder(program.model, step, ctx)
+        outputs: dict[str, Any] = {}
         for region in (anatomy.embedding, anatomy.head):
-            self._capture(program.model.get_submodule(region.path), region, region.role, recorder)
+            self._capture(program.model.get_submodule(region.path), region, region.role, recorder, outputs)
         for index in sorted(kept):
             for region in anatomy.layer_regions(index):
-                self._capture(program.model.get_submodule(region.path), region, self._region_name(region), recorder)
+                self._capture(
+                    program.model.get_submodule(region.path), region, self._region_name(region), recorder, outputs
+                )
             self._bracket(program.model.get_submodule(anatomy.layer_path(index)), index, recorder, tuples)
         size = self._space.sizes
         ids = torch.empty(size.B, size.Q, dtype=torch.int64)
@@ -168,10 +172,17 @@ class ModelTracer:
             program(ids, step, last_only=last_only)
         return recorder.events, program
 
-    def _capture(self, module: nn.Module, region: Region, name: str, recorder: Recorder) -> None:
+    def _capture(
+        self, module: nn.Module, region: Region, name: str, recorder: Recorder, outputs: dict[str, Any]
+    ) -> None:
         def forward(inner: Any, *args: Any, **kwargs: Any) -> Any:
+            known = outputs.get(name)
             with recorder.paused():
-                output = inner(*args, **kwargs)
+                # A region that does the same as one before gives results of the same shape.
+                output = (
+                    inner(*args, **kwargs) if known is None else tree_map_only(torch.Tensor, torch.empty_like, known)
+                )
+            outputs[name] = output
             if region.role == "head":
                 enter_scope(Scope.SAMPLE)
             self._captured.setdefault((region.role, name), (args, kwargs))
