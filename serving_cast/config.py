@@ -286,7 +286,8 @@ class OptimizerConfig:
         del values["limits"], values["devices"]
         space = values.pop("space")
         sizes = {f"{axis}_sizes": space[axis] for axis in ("tp", "dp", "ep", "moe_dp", "dcp")}
-        return values.pop("workload") | values | sizes | {"batch_range": space["batch_range"], "mode": self.mode.value}
+        workload: dict[str, Any] = values.pop("workload")
+        return workload | values | sizes | {"batch_range": space["batch_range"], "mode": self.mode.value}
 
 
 def _require_count(name: str, value: object, *, least: int = 1) -> None:

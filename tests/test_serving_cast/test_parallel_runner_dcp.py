@@ -164,3 +164,22 @@ def test_phases_that_are_traced(make_runner: Runner) -> None:
     prepared = runner._costs.prepared  # type: ignore[attr-defined]
     assert all(Phase.PREFILL in phases for _, phases in prepared)
     assert all(parallel.dcp_size == 1 for parallel, phases in prepared if phases == (Phase.PREFILL,))
+
+
+def test_searching_one_device_does_not_change_another() -> None:
+    """A peer's cache key left a size out: with two devices searched the second answer was wrong by a factor of 5."""
+    from serving_cast.config import OptimizerConfig
+    from serving_cast.parallel_runner import run_devices
+    from tensor_cast.performance_model.estimate import clear_memos
+
+    def search(*devices: str) -> list[Any]:
+        clear_memos()
+        space = SearchSpace(tp=(16,), dp=(1,), ep=(1, 16), dcp=(1, 2, 4))
+        asked = OptimizerConfig(QWEN, devices, 16, Workload(8000, 500), limits=(Limits(tpot_ms=50),), space=space)
+        return [(summary.candidates, summary.pareto, summary.rejections) for summary in run_devices(asked)]
+
+    together = search("H200_SXM", "B200_SXM")
+    assert together == [*search("H200_SXM"), *search("B200_SXM")]
+    assert together[0] != together[1]
+    assert {row.dcp for row in together[0][0]} == {1, 2, 4}
+    assert len({row.tpot_ms for row in together[0][0]}) == len(together[0][0])
