@@ -14,7 +14,7 @@ import yaml
 
 from tensor_cast.device.profile import CollectiveFit, KernelFit, OpClass
 
-Fits = Mapping[str, KernelFit | CollectiveFit]
+Fits = Mapping[str, KernelFit] | Mapping[str, CollectiveFit]
 
 #: Device without measurements -> the measured one whose kernels it runs (same or nearest generation).
 KERNEL_SIBLINGS = {
@@ -65,21 +65,12 @@ COLLECTIVE_SIBLINGS = {
 }
 
 
-def general_keys(fits: Fits, *, like: Mapping[str, str]) -> dict[str, KernelFit | CollectiveFit]:
-    """``fits`` with an entry for every op class.
-
-    A class with measured dtypes gets the bf16 one as its general fit. ``like`` names, for a class nobody measured, the
-    key it resembles.
-    """
+def general_keys(fits: Mapping[str, KernelFit]) -> dict[str, KernelFit]:
+    """``fits`` with the bf16 fit of a class as its general one, which other dtypes fall back to."""
     out = dict(fits)
     for op_class in OpClass:
         if str(op_class) not in out and f"{op_class}:bfloat16" in out:
             out[str(op_class)] = out.pop(f"{op_class}:bfloat16")
-    for op_class, model in like.items():
-        source = out.get(model)
-        if op_class not in out and isinstance(source, KernelFit):
-            text = f"not measured; taken from {model}: {source.source}"
-            out[op_class] = KernelFit(floor_s=source.floor_s, compute=source.compute, memory=source.memory, source=text)
     return out
 
 
@@ -89,7 +80,7 @@ def inherited(fits: Fits, owner: str) -> dict[str, KernelFit | CollectiveFit]:
         key: fit.model_copy(
             update={
                 "error": None,
-                "source": f"not measured; taken from {owner}: {fit.source.removeprefix('not measured; taken from ')}",
+                "source": f"not measured; taken from {owner}: {fit.source}",
             }
         )
         for key, fit in fits.items()

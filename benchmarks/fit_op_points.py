@@ -22,9 +22,10 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from benchmarks.device_sections import general_keys, write_sections
-from benchmarks.op_points import Sample, WireSample, kernel_samples, wire_samples
+from benchmarks.op_points import ModuleSample, Sample, WireSample, kernel_samples, module_samples, wire_samples
 from tensor_cast.device.catalog import load_device
-from tensor_cast.device.profile import CollectiveFit, DeviceProfile, KernelFit
+from tensor_cast.device.profile import CollectiveFit, DeviceProfile, KernelFit, OpClass
+from tensor_cast.performance_model.analytic import kernel_seconds
 from tensor_cast.performance_model.comm_analytic import wire_bytes
 
 Array = npt.NDArray[np.float64]
@@ -38,8 +39,10 @@ MIN_ROWS, MIN_ROWS_TILES = 15, 30
 #: A tile term stays when it lowers the held-out error by this share.
 MIN_GAIN = 0.03
 FOLDS = 5
-#: Classes without a table -> the fit they resemble: kernels that stream through memory once.
-UNMEASURED = {"pointwise": "gemm", "sampling": "gemm"}
+#: Software is left out of a fit when its median is slower than the best by this factor.
+SLOWER, MIN_ROWS_SOFTWARE = 1.2, 8
+#: Blocks short enough for starts to matter, and the least floor that a kernel can have.
+SMALL_BLOCK_S, MIN_FLOOR_S = 150e-6, 0.5e-6
 
 
 def fold_of(case: object) -> int:
@@ -102,7 +105,7 @@ class _Points:
         if len(p) > 3:
             compute = compute * (1 + np.exp(p[3]) / self.tiles)
             memory = memory * (1 + np.exp(p[4]) / self.tiles)
-        return np.exp(p[0]) + np.maximum(compute, memory)
+        return np.asarray(np.exp(p[0]) + np.maximum(compute, memory))
 
     def fit(self, *, tiles: bool) -> Array:
         """Coefficients as :meth:`predict` takes them."""
@@ -130,7 +133,7 @@ def fit_kernels(device: DeviceProfile, samples: dict[str, list[Sample]]) -> list
     """One fit per key with enough rows; rows faster than the device's own rates are dropped first."""
     out: list[Fitted] = []
     for key, rows in sorted(samples.items()):
-        possible = [s for s in rows if s.seconds >= max(_bounds(s, device))]
+        possible = _best_software([s for s in rows if s.seconds >= max(_bounds(s, device))], device)
         if len(possible) < MIN_ROWS:
             continue
         points = _Points.of(possible, device)
@@ -153,6 +156,59 @@ def fit_kernels(device: DeviceProfile, samples: dict[str, list[Sample]]) -> list
         )
         out.append(Fitted(device.name, key, len(possible), len(rows) - len(possible), error, bias, fit))
     return out
+
+
+def _best_software(samples: list[Sample], device: DeviceProfile) -> list[Sample]:
+    """Without the software that is slower than the best by more than :data:`SLOWER` in the median.
+
+    Few cases were measured with several libraries, so that the best one cannot be chosen row by row; a serving engine
+    picks a library for all of them.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.software, []).append(sample)
+    groups = {name: rows for name, rows in groups.items() if len(rows) >= MIN_ROWS_SOFTWARE}
+    if len(groups) < 2:
+        return samples
+    points = _Points.of(samples, device)
+    log_ratio = np.log(points.seconds / points.predict(points.fit(tiles=False)))
+    slow = {name: float(np.median(log_ratio[[s.software == name for s in samples]])) for name in groups}
+    limit = min(slow.values()) + np.log(SLOWER)
+    dropped = {name for name, median in slow.items() if median > limit}
+    return [s for s in samples if s.software not in dropped]
+
+
+def small_kernel_floor(
+    device: DeviceProfile, modules: Sequence[ModuleSample], fits: dict[str, KernelFit]
+) -> tuple[float, str] | None:
+    """(seconds, source) that whole attention blocks leave for each of their small kernels; None without blocks.
+
+    A block of kernels in a captured graph takes less than the sum of its kernels measured alone, since starts overlap.
+    """
+    small = [m for m in modules if m.seconds < SMALL_BLOCK_S]
+    if len(small) < MIN_ROWS:
+        return None
+    priced = device.model_copy(update={"kernels": {**device.kernels, **fits}})
+    left = [(m.seconds - sum(float(kernel_seconds(c, priced)) for c in m.costs)) / m.pointwise for m in small]
+    return max(float(np.median(left)), MIN_FLOOR_S), f"what {len(small)} MLA blocks of {device.name} leave, {SOURCE}"
+
+
+def add_small_kernels(kernels: dict[str, dict[str, KernelFit]], floors: dict[str, tuple[float, str] | None]) -> None:
+    """Fits of pointwise ops and sampling: the floor above and the shares that a product reaches.
+
+    A device without measured blocks takes the largest floor of those that have some.
+    """
+    known = max((floor for floor in floors.values() if floor is not None), default=(MIN_FLOOR_S, "assumed"))
+    for name, fits in kernels.items():
+        floor, source = floors[name] or known
+        gemm = fits["gemm"]
+        for op_class in (OpClass.POINTWISE, OpClass.SAMPLING):
+            fits[op_class] = KernelFit(
+                floor_s=_round(floor),
+                compute=gemm.compute,
+                memory=gemm.memory,
+                source=f"not measured alone; floor: {source}; shares as gemm",
+            )
 
 
 def _bounds(sample: Sample, device: DeviceProfile) -> tuple[float, float]:
@@ -209,7 +265,7 @@ def fit_collectives(device: DeviceProfile, samples: dict[str, list[WireSample]])
 
 def print_table(lines: Sequence[Fitted]) -> None:
     """Coefficients and held-out errors of every fit."""
-    print(f"{'device':14}{'key':34}{'rows':>5}{'drop':>5}{'start':>9}{'comp':>7}{'mem/link':>9}{'tiles':>14}", end="")
+    print(f"{'device':14}{'key':34}{'rows':>5}{'out':>5}{'start':>9}{'comp':>7}{'mem/link':>9}{'tiles':>14}", end="")
     print(f"{'error':>8}{'bias':>8}")
     for line in lines:
         fit = line.fit
@@ -233,15 +289,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.folder} holds no op tables (<op>__<system>.csv); give their folder", file=sys.stderr)
         return 2
     lines: list[Fitted] = []
-    kernels: dict[str, dict[str, KernelFit | CollectiveFit]] = {}
-    collectives: dict[str, dict[str, KernelFit | CollectiveFit]] = {}
+    kernels: dict[str, dict[str, KernelFit]] = {}
+    collectives: dict[str, dict[str, CollectiveFit]] = {}
+    floors: dict[str, tuple[float, str] | None] = {}
     for system, name in SYSTEMS.items():
         device = load_device(name)
         local = fit_kernels(device, kernel_samples(args.folder, system))
         wires = fit_collectives(device, wire_samples(args.folder, system))
-        kernels[name] = general_keys({line.key: line.fit for line in local}, like=UNMEASURED)
-        collectives[name] = {line.key: line.fit for line in wires}
+        fits = general_keys({line.key: line.fit for line in local if isinstance(line.fit, KernelFit)})
+        floors[name] = small_kernel_floor(device, module_samples(args.folder, system), fits)
+        kernels[name] = fits
+        collectives[name] = {line.key: line.fit for line in wires if isinstance(line.fit, CollectiveFit)}
         lines += [*local, *wires]
+    add_small_kernels(kernels, floors)
     print_table(lines)
     if args.write:
         for path in write_sections(ROOT / "configs" / "devices", kernels, collectives):

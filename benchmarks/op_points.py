@@ -26,12 +26,23 @@ Row = dict[str, str]
 class Sample:
     """One measured point.
 
-    ``key`` is the key of the fit it belongs to (``gemm:bfloat16``), ``case`` what it measured, without the software.
+    ``key`` is the key of the fit it belongs to (``gemm:bfloat16``), ``case`` what it measured, ``software`` what ran
+    it.
     """
 
     key: str
     case: tuple[str, ...]
     cost: OpCost
+    seconds: float
+    software: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleSample:
+    """One measured block of several kernels: what products and attention cost, and how many small kernels it has."""
+
+    costs: tuple[OpCost, ...]
+    pointwise: int
     seconds: float
 
 
@@ -200,13 +211,41 @@ def kernel_samples(folder: Path, system: str) -> dict[str, list[Sample]]:
                 continue
             key, cost = make(row)
             case = (table, *(value for column, value in row.items() if column not in _NOT_CASE))
-            sample = Sample(key, case, cost, float(row["latency_ms"]) * 1e-3)
+            sample = Sample(key, case, cost, float(row["latency_ms"]) * 1e-3, row["backend"])
             if case not in best or sample.seconds < best[case].seconds:
                 best[case] = sample
     out: dict[str, list[Sample]] = defaultdict(list)
     for sample in best.values():
         out[sample.key].append(sample)
     return dict(out)
+
+
+#: Norms, rotation, copies and the cache write around the products of an absorbed MLA block in bf16.
+_MLA_POINTWISE = 7
+
+
+def module_samples(folder: Path, system: str) -> list[ModuleSample]:
+    """Decode blocks of DeepSeek-V3's MLA in bf16: down-projections, q_b, W_UK, attention, W_UV, output projection."""
+    out: list[ModuleSample] = []
+    for row in read_rows(folder, "raw_mla_generation_module", system):
+        if row["gemm_type"] != "bfloat16" or not row["model"].endswith("DeepSeek-V3"):
+            continue
+        b, h = int(row["batch_size"]), int(row["num_heads"])
+        keys = int(row["isl"]) + int(row["step"])
+        products = [
+            _gemm({"m": str(b), "n": str(n), "k": str(k), "gemm_dtype": "bfloat16"})[1]
+            for n, k in ((1536 + 576, 7168), (h * 192, 1536), (7168, h * 128))
+        ]
+        absorbed = [
+            _mla_bmm({"num_tokens": str(b), "num_heads": str(h), "bmm_dtype": "bfloat16", "op": op})[1]
+            for op in ("mla_gen_pre", "mla_gen_post")
+        ]
+        attention = _generation_mla(
+            {"batch_size": str(b), "num_heads": str(h), "kv_len": str(keys), "kv_cache_dtype": row["kv_cache_dtype"]}
+        )[1]
+        costs = (*products, *absorbed, attention)
+        out.append(ModuleSample(costs, _MLA_POINTWISE, float(row["latency_ms"]) * 1e-3))
+    return out
 
 
 #: Table -> (kind, share of ``message_bytes`` that is the local input buffer, as a function of the ranks).
