@@ -32,6 +32,7 @@ __all__ = [
     "dims",
     "is_priced",
     "op_cost",
+    "op_counts",
     "tensor_bytes",
     "tensor_numel",
     "total_bytes",
@@ -167,14 +168,20 @@ def is_priced(op: OpRecord) -> bool:
     return op.name in COSTS
 
 
-def coverage(ops: Iterable[OpRecord]) -> float:
-    """Share of the non-view ops that are priced, weighted by repeat; 1.0 for a trace without any."""
+def op_counts(ops: Iterable[OpRecord]) -> tuple[int, int]:
+    """(priced, all) calls of non-view ops."""
     priced = total = 0
     for op in ops:
         if is_view(op.name):
             continue
         total += op.repeat
         priced += op.repeat if is_priced(op) else 0
+    return priced, total
+
+
+def coverage(ops: Iterable[OpRecord]) -> float:
+    """Share of the non-view ops that are priced, weighted by repeat; 1.0 for a trace without any."""
+    priced, total = op_counts(ops)
     return priced / total if total else 1.0
 
 

@@ -182,7 +182,12 @@ class StepEstimator:
     @cached_property
     def coverage(self) -> float:
         """Share of the non-view ops of the unfused trace that are priced, weighted by repeat."""
-        return base.coverage(self.trace.ops)
+        priced = total = 0
+        for segment in self.trace.segments:
+            part_priced, part_total = _op_counts(segment.part)
+            priced += part_priced * segment.repeat
+            total += part_total * segment.repeat
+        return priced / total if total else 1.0
 
     @cached_property
     def prepared(self) -> Trace:
@@ -359,14 +364,20 @@ class StepEstimator:
         )
 
 
+def _op_counts(part: Part) -> tuple[int, int]:
+    """(priced, all) non-view ops that one run of the part calls."""
+    return _COUNTS.get(id(part), part, lambda: base.op_counts(part.ops))
+
+
 def _axes(part: Part) -> Sequence[str]:
     return _AXES.get(id(part), part, lambda: tuple(sorted({op.axis for op in part.ops if op.axis is not None})))
 
 
 _AXES: Memo[tuple[str, ...]] = Memo(4096)
+_COUNTS: Memo[tuple[int, int]] = Memo(4096)
 
 
 def clear_memos() -> None:
     """Forgets every prepared and priced part (for tests and benchmarks)."""
-    for memo in (_PREPARED, _PRICED, _BOUNDS, _AXES):
+    for memo in (_PREPARED, _PRICED, _BOUNDS, _AXES, _COUNTS):
         memo.clear()
