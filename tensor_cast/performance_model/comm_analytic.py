@@ -30,7 +30,7 @@ from tensor_cast.errors import ConfigError
 from tensor_cast.performance_model.analytic import OpTime
 from tensor_cast.trace.expr import Num
 
-__all__ = ["COLLECTIVE_KINDS", "collective_seconds", "collective_time", "wire_bytes"]
+__all__ = ["COLLECTIVE_KINDS", "collective_parts", "collective_seconds", "collective_time", "wire_bytes"]
 
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -99,8 +99,8 @@ def _fit(device: DeviceProfile, kind: str) -> CollectiveFit:
         ) from None
 
 
-def _parts(device: DeviceProfile, kind: str, nbytes: Num, ranks: Sequence[int]) -> tuple[float, Num]:
-    """(latency, transfer) seconds."""
+def collective_parts(device: DeviceProfile, kind: str, nbytes: Num, ranks: Sequence[int]) -> tuple[float, Num]:
+    """(latency, transfer) seconds of :func:`collective_seconds`."""
     if kind not in COLLECTIVE_KINDS:
         wire_bytes(kind, 0, 2)
     if len(ranks) < 2:
@@ -122,13 +122,13 @@ def collective_seconds(device: DeviceProfile, kind: str, nbytes: Num, ranks: Seq
         nbytes: the local input buffer, a number or an array.
         ranks: global ranks of the group (for p2p, the two of the pair); one rank costs nothing.
     """
-    latency, transfer = _parts(device, kind, nbytes, ranks)
+    latency, transfer = collective_parts(device, kind, nbytes, ranks)
     return latency + transfer
 
 
 def collective_time(device: DeviceProfile, kind: str, nbytes: Num, ranks: Sequence[int]) -> OpTime:
     """As :func:`collective_seconds`, split into latency and transfer, with the source of the coefficients."""
-    latency, transfer = _parts(device, kind, nbytes, ranks)
+    latency, transfer = collective_parts(device, kind, nbytes, ranks)
     tiers = "+".join(span.tier.name for span in spans(device, tuple(ranks))) if len(ranks) > 1 else "none"
     source = f"{device.name} {kind} over {tiers}: {_fit(device, kind).source}"
     return OpTime(latency + transfer, 0.0, 0.0, latency, transfer, source)
