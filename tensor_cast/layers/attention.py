@@ -87,6 +87,8 @@ def attention_forward(
         out = _latent(core, module, query, key, value, scale, sliding_window)
     else:
         out = _heads(core, query, key, value, scale, sliding_window, softcap, s_aux)
+    # The model flattens the heads next; where that needs a copy, the copy belongs to attention.
+    out = out.contiguous()
     enter_scope(Scope.TOKEN)
     return out, None
 

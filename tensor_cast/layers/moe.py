@@ -35,10 +35,21 @@ class ExpertsCore:
         bare = clone_tree(module, "")
         bare.__dict__["_parameters"] = {}
         function = bare._apply_gate if gated else bare.act_fn
-        name = f"{type(module).__name__}.{id(module.config):x}.{'gated' if gated else 'plain'}"
+        name = _gate_name(module)
         GATES[name] = function
         first = split_range(num_experts, ctx.ep, ctx.ep_rank)[0]
         return cls(ctx, num_experts, first, name, gated, getattr(module, "is_transposed", False))
+
+
+def _gate_name(module: nn.Module) -> str:
+    """Class, activation and constants: what tells gate functions apart, and the same in every run."""
+    activation = getattr(module, "act_fn", None)
+    plain = {k: v for k, v in module.__dict__.items() if isinstance(v, float)}
+    words = [
+        type(module).__name__,
+        *([] if activation is None else [getattr(activation, "__name__", type(activation).__name__)]),
+    ]
+    return ".".join(words) + "".join(f",{k}={v:g}" for k, v in sorted(plain.items()))
 
 
 def split_range(total: int, ways: int, rank: int) -> tuple[int, int]:

@@ -83,7 +83,7 @@ class Sharder:
                 splits = rule.params.get(name, ()) if rule else ()
                 kind[name] = self._cut_tensor(path, name, tensor, splits, self._role(path, module, name, routed))
                 split_any |= bool(splits)
-        if not split_any and isinstance(module, nn.Linear | nn.Embedding):
+        if not split_any and any(t is not None and t.dim() > 1 for t in module._parameters.values()):
             self.whole.append(path)
 
     def _role(self, path: str, module: nn.Module, name: str, routed: bool) -> Role:

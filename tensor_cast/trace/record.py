@@ -7,6 +7,7 @@ and prices each part once. Nothing here knows torch, devices or time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -213,6 +214,20 @@ class Segment:
         return len(self.layers) or 1
 
 
+def at_layer(module: str, layers: tuple[int, ...]) -> str:
+    """Path of the same module in the first of ``layers``, unless it already lies in one of them.
+
+    A part is shared by all layers that do the same work; its own paths name the layer that was traced.
+    """
+    found = _LAYER.match(module) if layers else None
+    if found is None or int(found[2]) in layers:
+        return module
+    return f"{found[1]}{layers[0]}{found[3]}"
+
+
+_LAYER = re.compile(r"(.*?\.)(\d+)(\..*|$)")
+
+
 @dataclass(frozen=True)
 class Trace:
     """What one rank runs in one step.
@@ -240,7 +255,11 @@ class Trace:
     def _walk(self) -> Iterator[OpRecord]:
         for segment in self.segments:
             for op in segment.part.ops:
-                yield op if segment.repeat == 1 else replace(op, repeat=op.repeat * segment.repeat)
+                module = at_layer(op.module, segment.layers)
+                if segment.repeat == 1 and module == op.module:
+                    yield op
+                else:
+                    yield replace(op, module=module, repeat=op.repeat * segment.repeat)
 
     @property
     def params(self) -> Iterator[tuple[ParamSpec, int]]:

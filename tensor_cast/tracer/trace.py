@@ -265,7 +265,7 @@ class ModelTracer:
         return next(key for key in parts if key.startswith("glue/outer."))
 
     def _whole_modules(self) -> tuple[str, ...]:
-        """Modules with weights that no layout splits, found by cutting for two ranks."""
+        """Modules with weight matrices that no layout splits."""
         sharder = Sharder(self.anatomy.plan, ParallelContext(), self.anatomy.names)
         for index in self.groups:
             for region in self.anatomy.layer_regions(index):
