@@ -246,8 +246,9 @@ def fit_collectives(
     starts = []
     for nbytes, seconds_in_model in steps:
         hop, moving = collective_parts(bare, "all_reduce", nbytes, range(16))
-        stages = 2 * len(spans(device, tuple(range(16)))) - 1
-        starts.append((seconds_in_model - hop - moving / fit.efficiency) / stages)
+        # Inner levels start a reduce-scatter and an all-gather each; what is left is the all-reduce's own.
+        inner = 2 * (len(spans(device, tuple(range(16)))) - 1)
+        starts.append(seconds_in_model - hop - moving / fit.efficiency - inner * fit.alpha_s)
     out["all_reduce"] = CollectiveFit(
         alpha_s=_round(float(np.mean(starts))),
         efficiency=fit.efficiency,
