@@ -172,7 +172,9 @@ def run(args: argparse.Namespace) -> int:
 
         write_atomically(Path(args.output), _render(summaries, args.format))
     else:
-        sys.stdout.write(_render(summaries, args.format, terminal=shown))
+        text = _render(summaries, args.format, terminal=shown)
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))  # a plain-ASCII pipe has no table rules
     failed = [summary for summary in summaries if not summary.feasible]
     for summary in [] if shown else failed:
         sys.stderr.write(f"{summary.message()}\n")
