@@ -265,7 +265,7 @@ def _render(summaries: Sequence[OptimizerSummary], style: str, *, terminal: bool
     width = None if terminal else 170
     console = Console(file=text, force_terminal=terminal, no_color=not terminal, highlight=False, width=width)
     for summary in summaries:
-        for item in renderables(summary):
+        for item in renderables(summary, console.width):
             console.print(item, soft_wrap=not hasattr(item, "columns"))
             console.print()
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -20,22 +20,23 @@ _REJECTION_ROWS = 8
 _EXAMPLES = 3
 
 
-def renderables(summary: OptimizerSummary) -> list[Table | Text]:
-    """Header, best, candidates, Pareto front and rejections, in this order."""
+def renderables(summary: OptimizerSummary, width: int) -> list[Table | Text]:
+    """Header, best, candidates, Pareto front and rejections, in this order, for ``width`` characters."""
     config = summary.setting.config
     out: list[Table | Text] = [Text("\n").join(_header(summary)), Text("\n").join(_best(summary))]
     for phase in summary.phases:
         rows = [row for row in summary.candidates if row.phase == phase]
         if rows:
             title = f"Top candidates ({min(config.top, len(rows))} of {len(rows)} feasible layouts)"
-            out.append(_rows_table(f"{title}: {phase}" if len(summary.phases) > 1 else title, rows[: config.top]))
+            title = f"{title}: {phase}" if len(summary.phases) > 1 else title
+            out.append(_rows_table(title, rows[: config.top], width))
     for phase in summary.phases:
         rows = [row for row in summary.pareto if row.phase == phase]
         if len(rows) > 1:
             shown = _spread(rows, _PARETO_ROWS)
             aims = "TTFT" if phase == "prefill" else "tok/s per user"
             title = f"Pareto front of {phase}: {aims} against tok/s per device ({len(shown)} of {len(rows)} points)"
-            out.append(_rows_table(title, shown))
+            out.append(_rows_table(title, shown, width))
     if summary.rejections:
         out.append(_rejection_table(summary.rejections))
     return out
@@ -112,44 +113,41 @@ def _table(title: str) -> Table:
     return Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
-def _rows_table(title: str, rows: Sequence[Row]) -> Table:
+#: Column, how a row fills it, and its rank: on a narrow terminal the columns of highest rank go first.
+_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
+    ("parallel", lambda row: row.parallel, 0),
+    ("dcp", lambda row: str(row.dcp), 1),
+    ("TTFT ms", lambda row: _number(row.ttft_ms, 0), 0),
+    ("TPOT ms", lambda row: _number(row.tpot_ms, 2), 0),
+    ("tok/s", lambda row: _number(row.throughput_tok_s, 0), 0),
+    ("per device", lambda row: _number(row.tok_s_per_device, 0), 1),
+    ("per user", lambda row: _number(row.tok_s_per_user, 1), 3),
+    ("batch", lambda row: str(row.batch_size), 0),
+    ("concurrency", lambda row: str(row.concurrency), 4),
+    ("weights", lambda row: _number(row.weights_gib, 1), 2),
+    ("KV", lambda row: _number(row.kv_cache_size_gb, 2), 2),
+    ("activ.", lambda row: _number(row.activation_gib, 2), 3),
+    ("total GiB", lambda row: _number(row.memory_total_gib, 1), 1),
+    ("of", lambda row: _number(row.memory_available_gib, 1), 4),
+    ("bound", lambda row: row.bound, 1),
+)
+_GAP = 3  # between two columns
+
+
+def _rows_table(title: str, rows: Sequence[Row], width: int) -> Table:
+    columns = [(name, [fill(row) for row in rows], rank) for name, fill, rank in _COLUMNS]
+    sizes = {name: max(map(len, (name, *cells))) + _GAP for name, cells, _ in columns}
+    while sum(sizes[name] for name, _, _ in columns) > width:
+        last = max(rank for _, _, rank in columns)
+        if last == 0:
+            break
+        dropped = next(name for name, _, rank in reversed(columns) if rank == last)
+        columns = [column for column in columns if column[0] != dropped]
     table = _table(title)
-    table.add_column("parallel", no_wrap=True)
-    for name in (
-        "dcp",
-        "TTFT ms",
-        "TPOT ms",
-        "tok/s",
-        "per device",
-        "per user",
-        "batch",
-        "concurrency",
-        "weights",
-        "KV",
-        "activ.",
-        "total GiB",
-        "of",
-        "bound",
-    ):
-        table.add_column(name, justify="left" if name == "bound" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.parallel,
-            str(row.dcp),
-            _number(row.ttft_ms, 0),
-            _number(row.tpot_ms, 2),
-            _number(row.throughput_tok_s, 0),
-            _number(row.tok_s_per_device, 0),
-            _number(row.tok_s_per_user, 1),
-            str(row.batch_size),
-            str(row.concurrency),
-            _number(row.weights_gib, 1),
-            _number(row.kv_cache_size_gb, 2),
-            _number(row.activation_gib, 2),
-            _number(row.memory_total_gib, 1),
-            _number(row.memory_available_gib, 1),
-            row.bound,
-        )
+    for name, _, _ in columns:
+        table.add_column(name, justify="left" if name in ("parallel", "bound") else "right", no_wrap=True)
+    for index in range(len(rows)):
+        table.add_row(*(cells[index] for _, cells, _ in columns))
     return table
 
 

@@ -224,6 +224,22 @@ def test_table(run: Run, mode: list[str]) -> None:
     assert "choose dcp_size from" in result.out
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
+def test_narrow_terminals_lose_columns_not_digits(make_runner: Callable[..., Any], width: int) -> None:
+    from rich.console import Console
+
+    from serving_cast.service.summary_table import renderables
+
+    summary = make_runner(num_devices=16).run()[0]
+    text = io.StringIO()
+    console = Console(file=text, width=width)
+    tables = [item for item in renderables(summary, width) if hasattr(item, "columns")]
+    console.print(tables[0])
+    assert "…" not in text.getvalue()
+    assert max(map(len, text.getvalue().splitlines())) <= width
+    assert summary.candidates[0].parallel in text.getvalue()
+
+
 def test_table_of_nothing(run: Run) -> None:
     result = run("--tpot-limit", "0.01")
     assert result.code == 3
