@@ -16,6 +16,7 @@ from tensor_cast.layers.context import current_scope
 from tensor_cast.layers.modules import path_of
 from tensor_cast.trace.expr import Dim
 from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
+from tensor_cast.tracer.fast_shapes import quick_result
 
 #: Ops that make room but write nothing, or only wait.
 _NOTHING = frozenset(
@@ -132,7 +133,9 @@ class Recorder(TorchDispatchMode):
     # -- dispatch -----------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = quick_result(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         if not self._paused:
             self._record(func, args, kwargs, result)
         return result
