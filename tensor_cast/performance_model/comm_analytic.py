@@ -59,7 +59,7 @@ def _stages(kind: str, nbytes: Num, groups: Sequence[Span]) -> list[tuple[str, N
     if len(groups) == 1:
         return [(kind, nbytes, groups[0])]
     inner, outer = groups[0], groups[1:]
-    n = inner.size
+    n = inner.fewest  # in a domain with fewer members each carries a larger share to the next level
     match kind:
         case "all_reduce":
             return [
