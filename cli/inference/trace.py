@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     quant = parser.add_argument_group("quantisation (default: as the config says)")
     quant.add_argument("--quantize-linear-action", help="DISABLED, W8A8_DYNAMIC, W8A16, W4A8, W4A16, FP8, MXFP4")
     quant.add_argument("--quantize-attention-action", help="DISABLED, INT8, FP8")
+    parser.add_argument("--axis", choices=("tp", "dp", "ep", "dcp"), help="show only the collectives of one axis")
     parser.add_argument("--no-fusion", action="store_true", help="show the eager ops instead of the fused kernels")
     parser.add_argument("--no-cache", action="store_true", help="trace anew instead of reading the trace cache")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default table)")
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         context_len=args.context_len,
         use_cache=not args.no_cache,
     )
+    if args.axis:
+        result = result.collectives_of(args.axis)
     if args.format == "json":
         print_json(result.to_json())
     else:

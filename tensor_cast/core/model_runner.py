@@ -54,7 +54,7 @@ class RunResult:
     @property
     def kv_cache_size_gb(self) -> float:
         """GiB of KV cache that this batch fills on one rank."""
-        return self.memory.kv_gib
+        return self.memory.kv / GIB
 
     def layers(self) -> list[LayerTime]:
         """Time by group of equal layers, in program order, and of what stands outside the layer stack."""

@@ -44,6 +44,10 @@ class TraceView:
         layout = " ".join(f"{axis}{size}" for axis, size in self.trace.layout.items() if size > 1) or "one rank"
         return f"{self.trace.model_id}, {self.trace.phase} step, {layout}"
 
+    def collectives_of(self, axis: str) -> TraceView:
+        """The same trace showing only the collectives of one parallel axis."""
+        return replace(self, ops=tuple(op for op in self.ops if op.axis == axis))
+
     def to_json(self) -> dict[str, Any]:
         """``{"symbols", "ops", "coverage"}`` with ops as documented in docs/trace.md."""
         return {
@@ -120,7 +124,7 @@ def view_trace(
     ops = tuple(
         _fill(op, env if segment.query_len is None else {**env, "Q": segment.query_len})
         for segment in trace.segments
-        for op in (replace(o, repeat=o.repeat * segment.repeat) for o in segment.part.ops)
+        for op in segment.ops()
     )
     left = sorted({s for op in ops for t in (*op.inputs, *op.outputs) for d in t.shape for s in _symbols(d)})
     return TraceView(trace, ops, tuple(left), coverage(trace.ops), unpriced(trace.ops))

@@ -351,7 +351,7 @@ class StepEstimator:
             bound = "free" if cost.free else str(time.bound)
         return OpEstimate(
             op.name,
-            op.module,
+            segment.module_of(op),
             op_class,
             op.scope,
             segment.layers,

@@ -17,6 +17,9 @@ from typing import Any
 from tensor_cast.dtypes import bits_of
 from tensor_cast.trace.expr import Dim, Expr, Num, evaluate
 
+#: The layer's index in a module path: its first number (``model.layers.3.mlp``).
+_LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
 #: The symbols every trace may use; see :mod:`tensor_cast.trace.expr`.
 SYMBOLS = ("B", "Q", "S")
 
@@ -213,6 +216,17 @@ class Segment:
         """How many times the part runs in one step."""
         return len(self.layers) or 1
 
+    def module_of(self, op: OpRecord) -> str:
+        """Module path of ``op`` in the first layer that this segment runs; equal layers share one part's paths."""
+        if not self.layers:
+            return op.module
+        return _LAYER_INDEX.sub(str(self.layers[0]), op.module, count=1)
+
+    def ops(self) -> Iterator[OpRecord]:
+        """The part's ops as this segment runs them: module paths of its first layer, calls of all its layers."""
+        for op in self.part.ops:
+            yield replace(op, module=self.module_of(op), repeat=op.repeat * self.repeat)
+
 
 def at_layer(module: str, layers: tuple[int, ...]) -> str:
     """Path of the same module in the first of ``layers``, unless it already lies in one of them.
@@ -250,16 +264,7 @@ class Trace:
     @cached_property
     def ops(self) -> tuple[OpRecord, ...]:
         """Every op in order; ``repeat`` counts the layers that run it."""
-        return tuple(self._walk())
-
-    def _walk(self) -> Iterator[OpRecord]:
-        for segment in self.segments:
-            for op in segment.part.ops:
-                module = at_layer(op.module, segment.layers)
-                if segment.repeat == 1 and module == op.module:
-                    yield op
-                else:
-                    yield replace(op, module=module, repeat=op.repeat * segment.repeat)
+        return tuple(op for segment in self.segments for op in segment.ops())
 
     @property
     def params(self) -> Iterator[tuple[ParamSpec, int]]:

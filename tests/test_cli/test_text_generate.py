@@ -1,6 +1,7 @@
 """``msmodeling text_generate``: the JSON contract, sums that must hold, the Chrome trace."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_chrome_trace_adds_up(run, tmp_path):
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert sum(e["dur"] for e in events) / 1e3 == pytest.approx(sum(op["ms"] for op in document["ops"]))
     assert len(events) == sum(op["repeat"] for op in document["ops"])
-    assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"]) for a, b in zip(events, events[1:], strict=False))
+    assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"]) for a, b in pairwise(events))
     assert {e["tid"] for e in events} == {0, 1}
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
 
