@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 from tensor_cast.trace.cache import TraceCache, default_cache_dir
 from tensor_cast.trace.program import Layout, PartRequest, Skeleton, compose
@@ -50,7 +51,7 @@ class TraceLibrary:
             LegalityError: the layout does not fit the model.
             UnknownNameError: no such DCP semantics.
         """
-        layout = Layout(parallel, phase, dcp_semantics, block_size, num_mtp_tokens)
+        layout = Layout(parallel, phase, get_semantics(dcp_semantics).name, block_size, num_mtp_tokens)
         return self.compose(layout)
 
     def compose(self, layout: Layout) -> Trace:

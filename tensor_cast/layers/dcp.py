@@ -32,11 +32,6 @@ def gather_query_heads(q: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     return all_gather(q, "dcp", ctx.dcp, dim=2)
 
 
-def values_before_exchange(semantics: str) -> bool:
-    """Whether MLA leaves the latent space (W_UV) before the exchange, for all gathered heads."""
-    return semantics.casefold() == "rfc"
-
-
 @EXCHANGES.register("vllm-ascend", "rfc")
 def exchange_packed(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, ctx: ParallelContext

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from tensor_cast import ops
+from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.layers.context import ParallelContext, current_step, enter_scope
-from tensor_cast.layers.dcp import EXCHANGES, gather_query_heads, values_before_exchange
+from tensor_cast.layers.dcp import EXCHANGES, gather_query_heads
 from tensor_cast.layers.modules import wrap_forward
 from tensor_cast.ops.kv_layout import local_length
 from tensor_cast.trace.record import Phase, Scope
@@ -131,7 +132,7 @@ def absorbed_attention(
     if not split:
         return _to_values(results[0], w_uv)
     exchange = EXCHANGES.get(ctx.dcp_semantics)
-    if values_before_exchange(ctx.dcp_semantics):
+    if not get_semantics(ctx.dcp_semantics).merges_latent:
         return exchange(_to_values(results[0], w_uv), results[1], None, ctx)
     return _to_values(exchange(*results, None, ctx), w_uv)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import LegalityError
 from tensor_cast.layers import mla
 from tensor_cast.layers.attention import HeadsCore
@@ -106,21 +107,22 @@ class Sharder:
     def _ways(self, split: Split, length: int, name: str) -> tuple[int, int]:
         """Ways a dimension is cut, and which piece is this rank's."""
         ctx = self._ctx
-        gathers = ctx.dcp > 1 and ctx.dcp_semantics.casefold() == "rfc"
+        semantics = get_semantics(ctx.dcp_semantics)
         match split.axis:
             case "ep":
                 return ctx.ep, ctx.ep_rank
             case "moe_tp":
                 return ctx.moe_tp, ctx.moe_tp_rank
             case "kv":
-                ways, index = (ctx.tp // ctx.dcp, ctx.tp_rank // ctx.dcp) if gathers else (ctx.tp, ctx.tp_rank)
-                if ways <= split.units:
-                    return ways, index
-                have = f"tp {ctx.tp}, {split.units} KV heads"
-                _need(ways % split.units == 0, "tp.kv_heads", "tp a multiple or a divisor of the KV heads", have)
-                return split.units, index // (ways // split.units)
-            case "kv_b":
-                return (ctx.tp // ctx.dcp, ctx.tp_rank // ctx.dcp) if gathers else (ctx.tp, ctx.tp_rank)
+                heads, have = split.units, f"tp {ctx.tp}, {split.units} KV heads"
+                fits = ctx.tp % heads == 0 or heads % ctx.tp == 0
+                _need(fits, "tp.kv_heads", "tp a multiple or a divisor of the KV heads", have)
+                local = semantics.local_kv_heads(heads, ctx.tp, ctx.dcp)
+                # The heads that the queries of this rank's DCP group attend to; a group starts at its first rank.
+                first = (ctx.tp_rank - ctx.dcp_rank) * heads // ctx.tp
+                return heads // local, first // local
+            case "kv_b" if ctx.dcp > 1 and not semantics.merges_latent:
+                return ctx.tp // ctx.dcp, ctx.tp_rank // ctx.dcp
         return ctx.tp, ctx.tp_rank
 
     def _cut_tensor(self, path: str, name: str, tensor: torch.Tensor, splits: tuple[Split, ...], role: Role) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import MsModelingError, UnsupportedModelError
 from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
 from tensor_cast.layers.modules import clone_tree, path_of, wrap_forward
@@ -311,6 +312,9 @@ class ModelTracer:
             dcp_semantics=request.dcp_semantics or "vllm-ascend",
             interleave=request.interleave,
         )
+        if request.dcp > 1:
+            for violation in get_semantics(request.dcp_semantics).violations(self._config, request.tp, request.dcp):
+                raise violation
         region = self._region(request)
         sharder = Sharder(self.anatomy.plan, ctx, self.anatomy.names)
         with torch.inference_mode(), self._space.mode, _PlainErrors(self._config):
