@@ -21,8 +21,8 @@ from tensor_cast.trace.expr import Dim, Expr
 from tensor_cast.trace.program import Skeleton, Slot
 from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Role, Scope, TensorSpec
 
-#: Packages of this code whose source decides what a trace looks like.
-_SOURCES = ("layers", "ops", "tracer", "trace")
+#: Packages of this code whose source decides what a trace looks like (the engine's: DCP semantics).
+_SOURCES = ("layers", "ops", "tracer", "trace", "engine")
 
 
 def default_cache_dir() -> Path:

@@ -21,7 +21,7 @@ BATCH, BLOCK, CHUNKS = 2, 4, (11, 3, 1)
 # fmt: off
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {}, {"tp": 2}),
-    ("qwen3", {"vocab_size": 130, "num_key_value_heads": 2}, {"tp": 4}),   # replicated KV heads, padded vocabulary, tied
+    ("qwen3", {"vocab_size": 130, "num_key_value_heads": 2}, {"tp": 4}),   # KV heads replicated, padded, tied
     ("gemma2", {"num_key_value_heads": 2}, {"tp": 4}),
     ("gpt_oss", {"num_key_value_heads": 2}, {"tp": 4}),
     ("deepseek_v3", {}, {"tp": 4}),

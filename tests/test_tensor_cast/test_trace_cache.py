@@ -91,7 +91,7 @@ def test_part_keys_hold_what_a_part_depends_on() -> None:
         assert PartRequest("attention", "0.self_attn", "decode", **{**base, name: value}).key != key
     moe = PartRequest("moe", "3.mlp", tp=8, dp=2, ep=16).key
     for name in ("tp", "dp", "ep", "moe_dp"):
-        assert PartRequest("moe", "3.mlp", **{**{"tp": 8, "dp": 2, "ep": 16}, name: 4}).key != moe
+        assert PartRequest("moe", "3.mlp", **{"tp": 8, "dp": 2, "ep": 16, name: 4}).key != moe
 
 
 def test_writers_at_the_same_time(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def raw(name: str, **changes: Any) -> Any:
 
 def test_unknown_type_names_remote_code() -> None:
     config = raw("llama", model_type="brandnew", auto_map={"AutoConfig": "configuration.BrandNew"})
-    with pytest.raises(UnsupportedModelError, match="'brandnew' .* remote code is never run"):
+    with pytest.raises(UnsupportedModelError, match=r"'brandnew' .* remote code is never run"):
         one(config)
 
 
