@@ -7,9 +7,10 @@ registered under the axis names).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 from tensor_cast import ops
 from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
-from tensor_cast.layers.modules import clone_tree
+from tensor_cast.layers.modules import clone_tree, wrap_forward
+from tensor_cast.layers.mtp import DraftModules, feed_hidden, final_norm
 from tensor_cast.layers.plan import ShardPlan
 from tensor_cast.layers.sharding import Sharder
 from tensor_cast.layers.structure import LayerRegions, find_layers, find_regions, is_experts
@@ -102,6 +104,26 @@ class Anatomy:
         return clone, sharder
 
 
+class SkippedLayer(nn.Module):
+    """Takes the place of a decoder layer and hands its input on.
+
+    Args:
+        like: the layer; plain attributes that the model's loop may look at are kept.
+        output_is_tuple: one flag, whether layers of this model return tuples; may be set after the first layer ran.
+    """
+
+    def __init__(self, like: nn.Module, output_is_tuple: list[bool]) -> None:
+        super().__init__()
+        for key, value in like.__dict__.items():
+            if not key.startswith("_") and isinstance(value, bool | int | float | str):
+                self.__dict__[key] = value
+        self._output_is_tuple = output_is_tuple
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The input, in the form in which a layer returns its output."""
+        return (hidden_states,) if self._output_is_tuple[0] else hidden_states
+
+
 class RankProgram:
     """The model of one rank, ready to run steps.
 
@@ -116,13 +138,12 @@ class RankProgram:
     ) -> None:
         self.ctx = ctx
         self.model, self.sharder = anatomy.cut(ctx, replacements)
-        self._head = self.model.get_submodule(anatomy.head.path)
         self._can_keep_last = "logits_to_keep" in inspect.signature(type(anatomy.model).forward).parameters
+        wrap_forward(self.model.get_submodule(anatomy.head.path), _sampling)
 
     def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Paged KV caches by layer index, zeroed."""
-        cores = (m.__dict__["attention_core"] for m in self.model.modules() if "attention_core" in m.__dict__)
-        return {c.layer_idx: torch.zeros(c.cache_shape(num_blocks, block_size), dtype=dtype) for c in cores}
+        return {c.layer_idx: torch.zeros(c.cache_shape(num_blocks, block_size), dtype=dtype) for c in cores(self.model)}
 
     def __call__(self, ids: torch.Tensor, step: Step, *, last_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step.
@@ -137,9 +158,53 @@ class RankProgram:
         """
         keep = {"logits_to_keep": int(last_only)} if self._can_keep_last else {}
         with running(step):
-            hook = self._head.register_forward_pre_hook(lambda module, args: enter_scope(Scope.SAMPLE))
-            try:
-                logits = self.model(input_ids=ids, position_ids=step.positions, use_cache=False, **keep).logits
-            finally:
-                hook.remove()
+            logits = self.model(input_ids=ids, position_ids=step.positions, use_cache=False, **keep).logits
             return ops.sample(logits), logits
+
+
+class DraftProgram(RankProgram):
+    """One pass of the draft module on one rank: the model with only its draft layer, fed with hidden states too.
+
+    Args:
+        anatomy: of the whole model.
+        ctx: the rank.
+        modules: the draft module's own weights, whole.
+    """
+
+    def __init__(self, anatomy: Anatomy, ctx: ParallelContext, modules: DraftModules) -> None:
+        own = modules.named(anatomy)
+        last, tuples = len(anatomy.layers) - 1, [False]
+        stand_ins: dict[str, nn.Module] = {
+            anatomy.layer_path(i): SkippedLayer(anatomy.layers[i], tuples) for i in range(last)
+        }
+        stand_ins[anatomy.layer_path(last)] = own.layer
+        stand_ins[final_norm(anatomy)[0]] = own.norm
+        super().__init__(anatomy, ctx, stand_ins)
+        names = anatomy.regions[last]
+        for name in (names.attention, *names.ffn):
+            self.sharder.cut_in_place(own.layer.get_submodule(name), f"{anatomy.layer_path(last + 1)}.{name}")
+        self._hidden: torch.Tensor | None = None
+        feed_hidden(self.model.get_submodule(anatomy.embedding.path), own.projection, lambda: self._hidden)
+
+    def draft(self, ids: torch.Tensor, hidden: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft one token per request from its tokens ``ids`` [B, Q] and last hidden states [B, Q, H].
+
+        Returns:
+            ids [B, 1] and logits [B, 1, V].
+        """
+        self._hidden = hidden
+        try:
+            return self(ids, step, last_only=True)
+        finally:
+            self._hidden = None
+
+
+def cores(root: nn.Module) -> list[Any]:
+    """What the attention modules under ``root`` know of their rank, in order."""
+    return [m.__dict__["attention_core"] for m in root.modules() if "attention_core" in m.__dict__]
+
+
+def _sampling(inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """From the head on, only tokens whose logits are wanted count."""
+    enter_scope(Scope.SAMPLE)
+    return inner(*args, **kwargs)

@@ -15,8 +15,8 @@ import torch
 
 _ATEN = torch.ops.aten
 
-_NAMES = """mul add sub div neg silu gelu sigmoid tanh exp rsqrt sqrt pow cos sin relu clamp logical_or logical_not eq ne
-    lt le gt ge masked_fill where maximum minimum bitwise_not"""
+_NAMES = """mul add sub div neg silu gelu sigmoid tanh exp rsqrt sqrt pow cos sin relu clamp logical_or logical_not eq
+    ne lt le gt ge masked_fill where maximum minimum bitwise_not"""
 _POINTWISE = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 _LINEAR, _CAT, _CONVERT = _ATEN.linear, _ATEN.cat, _ATEN.to
 

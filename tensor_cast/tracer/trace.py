@@ -19,8 +19,8 @@ from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import MsModelingError, UnsupportedModelError
 from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
 from tensor_cast.layers.modules import clone_tree, path_of, wrap_forward
-from tensor_cast.layers.mtp import DraftProjection, new_norm
-from tensor_cast.layers.program import Anatomy, RankProgram, Region
+from tensor_cast.layers.mtp import DraftModules
+from tensor_cast.layers.program import Anatomy, DraftProgram, RankProgram, Region, SkippedLayer, cores
 from tensor_cast.layers.sharding import Sharder
 from tensor_cast.model_config import ModelConfig
 from tensor_cast.ops.kv_layout import blocks_per_request
@@ -32,20 +32,6 @@ from tensor_cast.tracer.recorder import Marker, Recorder, storage_key
 from tensor_cast.tracer.sizes import SizeSpace
 
 _BLOCK_SIZE = 128  # of the run that records the skeleton; nothing of attention is kept from it
-
-
-class _SkippedLayer(nn.Module):
-    """Takes the place of a layer that does the same as one that is traced: hands its input on."""
-
-    def __init__(self, like: nn.Module, output_is_tuple: list[bool]) -> None:
-        super().__init__()
-        for key, value in like.__dict__.items():
-            if not key.startswith("_") and isinstance(value, bool | int | float | str):
-                self.__dict__[key] = value
-        self._output_is_tuple = output_is_tuple
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states,) if self._output_is_tuple[0] else hidden_states
 
 
 class ModelTracer:
@@ -111,9 +97,8 @@ class ModelTracer:
         return self._space.sizes.B * blocks_per_request(self._space.sizes.S, block_size, ctx.dcp)
 
     def _with_caches(self, step: Step, root: nn.Module, block_size: int, ctx: ParallelContext) -> Step:
-        cores = [m.__dict__["attention_core"] for m in root.modules() if "attention_core" in m.__dict__]
         blocks = self._num_blocks(block_size, ctx)
-        caches = {c.layer_idx: torch.empty(c.cache_shape(blocks, block_size), dtype=self._dtype) for c in cores}
+        caches = {c.layer_idx: torch.empty(c.cache_shape(blocks, block_size), dtype=self._dtype) for c in cores(root)}
         return replace(step, kv_caches=caches)
 
     def _recorder(self, root: nn.Module, step: Step, ctx: ParallelContext) -> Recorder:
@@ -151,7 +136,7 @@ class ModelTracer:
         anatomy, ctx = self.anatomy, ParallelContext()
         tuples = [False]
         stand_ins = {
-            anatomy.layer_path(i): _SkippedLayer(layer, tuples)
+            anatomy.layer_path(i): SkippedLayer(layer, tuples)
             for i, layer in enumerate(anatomy.layers)
             if i not in kept
         }
@@ -167,10 +152,8 @@ class ModelTracer:
                     program.model.get_submodule(region.path), region, self._region_name(region), recorder, outputs
                 )
             self._bracket(program.model.get_submodule(anatomy.layer_path(index)), index, recorder, tuples)
-        size = self._space.sizes
-        ids = torch.empty(size.B, size.Q, dtype=torch.int64)
         with recorder.recording():
-            program(ids, step, last_only=last_only)
+            program(self._ids(), step, last_only=last_only)
         return recorder.events, program
 
     def _capture(
@@ -275,26 +258,26 @@ class ModelTracer:
 
     def _draft(self, slots: list[Slot], parts: dict[str, Part]) -> tuple[Slot, ...]:
         """Slots of the draft module: its own projection and norm around a layer like the last one."""
-        anatomy, count = self.anatomy, len(self.anatomy.layers)
-        norm = _final_norm(anatomy)
-        path = anatomy.layer_path(count)
-        hidden = self._config.hidden_size
-        size = self._space.sizes
-        x, y = (torch.empty(size.B, size.Q, hidden, dtype=self._dtype) for _ in range(2))
-        projection = clone_tree(DraftProjection(norm, hidden, self._dtype), path)
-        head_norm = clone_tree(new_norm(norm, hidden, self._dtype), f"{path}.shared_head.norm")
-        parts["draft/project"] = self._run_part("draft/project", projection, (x, y), {}, ParallelContext(), None)
-        parts["draft/norm"] = self._run_part("draft/norm", head_norm, (x,), {}, ParallelContext(), None)
-        last = next(rep for rep, members in self.groups.items() if count - 1 in members)
-        first_layer = next(i for i, slot in enumerate(slots) if slot.layers)
-        layer_slots = [s for s in slots if s.layers == self.groups[last]]
+        count, ctx = len(self.anatomy.layers), ParallelContext()
+        own = DraftModules.like(self.anatomy, self._dtype).named(self.anatomy)
+        x, y = self._hidden(), self._hidden()
+        parts["draft/project"] = self._run_part("draft/project", own.projection, (x, y), {}, ctx, None)
+        parts["draft/norm"] = self._run_part("draft/norm", own.norm, (x,), {}, ctx, None)
+        last = next(members for members in self.groups.values() if count - 1 in members)
+        before = slots[: next(i for i, slot in enumerate(slots) if slot.layers)]
+        embed = next(i for i, slot in enumerate(before) if slot.role == "embed") + 1
         return (
-            *slots[:first_layer],
+            *before[:embed],
             Slot("draft", "project"),
-            *(replace(s, layers=(count,)) for s in layer_slots),
+            *before[embed:],
+            *(replace(s, layers=(count,)) for s in slots if s.layers == last),
             Slot("draft", "norm"),
             *(s for s in slots if s.role in ("head", "tail")),
         )
+
+    def _hidden(self) -> torch.Tensor:
+        size = self._space.sizes
+        return torch.empty(size.B, size.Q, self._config.hidden_size, dtype=self._dtype)
 
     # -- parts --------------------------------------------------------------------------------------------------
     def part(self, request: PartRequest) -> Part:
@@ -390,35 +373,21 @@ class ModelTracer:
 
         ``repeat`` of the ops inside layers counts the layers of the kind.
         """
-        parallel = layout.parallel
-        ctx = ParallelContext(
-            tp=parallel.tensor_parallel_size,
-            dcp=layout.dcp,
-            dp=parallel.data_parallel_size,
-            ep=parallel.expert_parallel_size,
-            moe_dp=parallel.moe_data_parallel_size,
-            dcp_semantics=layout.dcp_semantics,
-            interleave=parallel.cp_kv_cache_interleave_size,
-        )
         groups = self.groups if fold else {i: (i,) for i in range(len(self.anatomy.layers))}
         with torch.inference_mode(), self._space.mode:
             tuples = [False]
             stand_ins: dict[str, nn.Module] = {
-                self.anatomy.layer_path(i): _SkippedLayer(layer, tuples)
+                self.anatomy.layer_path(i): SkippedLayer(layer, tuples)
                 for i, layer in enumerate(self.anatomy.layers)
                 if i not in groups
             }
-            program = RankProgram(self.anatomy, ctx, stand_ins)
-            step = self._step(layout.phase, layout.block_size, ctx)
-            step = self._with_caches(step, program.model, layout.block_size, ctx)
-            recorder = self._recorder(program.model, step, ctx)
+            program = RankProgram(self.anatomy, _context(layout), stand_ins)
+            step, recorder = self._whole_step(program, layout)
             for index in groups:
                 layer = program.model.get_submodule(self.anatomy.layer_path(index))
                 self._bracket(layer, index, recorder, tuples)
-            size = self._space.sizes
-            ids = torch.empty(size.B, size.Q, dtype=torch.int64)
             with recorder.recording():
-                program(ids, step, last_only=layout.phase is Phase.PREFILL)
+                program(self._ids(), step, last_only=layout.phase is Phase.PREFILL)
         repeat, ops = 1, []
         for event in recorder.events:
             if isinstance(event, OpRecord):
@@ -426,6 +395,38 @@ class ModelTracer:
             else:
                 repeat = len(groups[event.what[1]]) if event.what[0] == "begin" else 1
         return tuple(ops)
+
+    def whole_draft(self, layout: Layout) -> tuple[OpRecord, ...]:
+        """Every op of one pass of the cut draft module over the step's tokens, run in one go."""
+        with torch.inference_mode(), self._space.mode:
+            modules = DraftModules.like(self.anatomy, self._dtype)
+            program = DraftProgram(self.anatomy, _context(layout), modules)
+            step, recorder = self._whole_step(program, layout)
+            with recorder.recording():
+                program.draft(self._ids(), self._hidden(), step)
+        return tuple(event for event in recorder.events if isinstance(event, OpRecord))
+
+    def _whole_step(self, program: RankProgram, layout: Layout) -> tuple[Step, Recorder]:
+        step = self._step(layout.phase, layout.block_size, program.ctx)
+        step = self._with_caches(step, program.model, layout.block_size, program.ctx)
+        return step, self._recorder(program.model, step, program.ctx)
+
+    def _ids(self) -> torch.Tensor:
+        return torch.empty(self._space.sizes.B, self._space.sizes.Q, dtype=torch.int64)
+
+
+def _context(layout: Layout) -> ParallelContext:
+    """The first rank of a layout."""
+    parallel = layout.parallel
+    return ParallelContext(
+        tp=parallel.tensor_parallel_size,
+        dcp=layout.dcp,
+        dp=parallel.data_parallel_size,
+        ep=parallel.expert_parallel_size,
+        moe_dp=parallel.moe_data_parallel_size,
+        dcp_semantics=layout.dcp_semantics,
+        interleave=parallel.cp_kv_cache_interleave_size,
+    )
 
 
 class _PlainErrors:
@@ -497,11 +498,3 @@ def _split_at_head(events: list[OpRecord | Marker]) -> tuple[list[OpRecord | Mar
     """Events up to and with the head, and the ops after it."""
     at = next(i for i, e in enumerate(events) if isinstance(e, Marker) and e.what[:2] == ("region", "head"))
     return events[: at + 1], [e for e in events[at + 1 :] if isinstance(e, OpRecord)]
-
-
-def _final_norm(anatomy: Anatomy) -> nn.Module:
-    parent = anatomy.model.get_submodule(anatomy.layers_path.rpartition(".")[0])
-    norms = [child for child in parent.children() if "norm" in type(child).__name__.lower()]
-    if not norms:
-        raise UnsupportedModelError(f"{type(anatomy.model).__name__} has no final norm to build a draft module from.")
-    return norms[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -182,6 +183,17 @@ def test_mtp_segments() -> None:
     assert after["model.layers.1.mlp.experts.down_proj"] == 3
     sampled = [op.inputs[0].shape for op in drafted.ops if op.name == "tensor_cast.sample"]
     assert [str(shape[1]) for shape in sampled] == ["Q", "1", "1", "1"]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_composed_draft_equals_whole_draft(phase: Phase) -> None:
+    wanted = layout(ParallelConfig(4, decode_context_parallel_size=2), phase, "vllm-ascend", 1)
+    trace = library("deepseek_v3").compose(wanted)
+    base = library("deepseek_v3").compose(replace(wanted, num_mtp_tokens=0))
+    draft = trace.ops[len(base.ops) :]
+    whole = tracer("deepseek_v3").whole_draft(wanted)
+    assert list(map(essence, draft)) == list(map(essence, whole))
+    assert [op.module for op in draft] == [op.module for op in whole]
 
 
 def dict_of(trace: Trace) -> dict[str, int]:
