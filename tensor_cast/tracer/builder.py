@@ -55,7 +55,7 @@ def hf_config(model: ModelConfig) -> Any:
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:
-        raise ConfigError(f"{model.model_id}: config.json does not describe a {kind}: {_one_line(error)}") from error
+        raise ConfigError(f"{model.model_id}: config.json does not describe a {kind}: {one_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"model type {kind!r} of {model.model_id} is not a causal language model.")
     return config
@@ -80,7 +80,7 @@ def build(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrained
                 config, dtype=dtype or getattr(torch, model.dtype), attn_implementation=IMPLEMENTATION
             )
         except Exception as error:
-            raise ConfigError(f"{model.model_id}: Transformers cannot build this model: {_one_line(error)}") from error
+            raise ConfigError(f"{model.model_id}: Transformers cannot build this model: {one_line(error)}") from error
     built.tie_weights()
     return built.eval()
 
@@ -97,7 +97,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What an exception says, on one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return text if len(text) <= 300 else f"{text[:297]}..."

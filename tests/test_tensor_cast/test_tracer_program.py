@@ -17,6 +17,7 @@ from tensor_cast.trace.expr import evaluate
 from tensor_cast.trace.program import Layout, compose
 from tensor_cast.trace.record import OpRecord, Phase, Scope, Trace
 from tensor_cast.tracer.trace import ModelTracer
+from tensor_cast.tracer.whole import trace_whole, trace_whole_draft
 
 SIZES = {"B": 3, "Q": 2, "S": 37}
 
@@ -60,7 +61,7 @@ def essence(op: OpRecord) -> tuple[Any, ...]:
 def test_composed_equals_whole(name: str, case: tuple[str, ParallelConfig, Phase, str]) -> None:
     wanted = layout(*case[1:])
     trace = library(name).compose(wanted)
-    whole = tracer(name).whole(wanted)
+    whole = trace_whole(tracer(name), wanted)
     assert list(map(essence, trace.ops)) == list(map(essence, whole))
     assert [op.module for op in trace.ops] == [op.module for op in whole]
 
@@ -71,7 +72,7 @@ def test_folding_changes_no_total(name: str) -> None:
     folded: Counter[Any] = Counter()
     for op in library(name).compose(wanted).ops:
         folded[essence(op)[:4]] += op.repeat
-    unfolded: Counter[Any] = Counter(essence(op)[:4] for op in tracer(name).whole(wanted, fold=False))
+    unfolded: Counter[Any] = Counter(essence(op)[:4] for op in trace_whole(tracer(name), wanted, fold=False))
     assert folded == unfolded
 
 
@@ -191,7 +192,7 @@ def test_composed_draft_equals_whole_draft(phase: Phase) -> None:
     trace = library("deepseek_v3").compose(wanted)
     base = library("deepseek_v3").compose(replace(wanted, num_mtp_tokens=0))
     draft = trace.ops[len(base.ops) :]
-    whole = tracer("deepseek_v3").whole_draft(wanted)
+    whole = trace_whole_draft(tracer("deepseek_v3"), wanted)
     assert list(map(essence, draft)) == list(map(essence, whole))
     assert [op.module for op in draft] == [op.module for op in whole]
 
