@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,18 @@ from tensor_cast.trace.record import Part, Phase, Trace
 
 if TYPE_CHECKING:
     from tensor_cast.tracer.trace import ModelTracer
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Imports leave nothing to collect; looking for it all the while takes a fifth of the time torch needs to load."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class TraceLibrary:
@@ -92,7 +106,8 @@ class TraceLibrary:
     def _tracer(self) -> ModelTracer:
         """The tracer, made when something is missing: this is where torch is imported."""
         if self._tracer_made is None:
-            from tensor_cast.tracer.trace import ModelTracer
+            with _no_collector():
+                from tensor_cast.tracer.trace import ModelTracer
 
             self._tracer_made = ModelTracer(self.model)
         return self._tracer_made
