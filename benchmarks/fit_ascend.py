@@ -26,9 +26,9 @@ from benchmarks.fit_op_points import ROOT
 from tensor_cast.device.catalog import load_device
 from tensor_cast.device.profile import CollectiveFit, DeviceProfile, KernelFit, OpClass
 from tensor_cast.device.topology import spans
+from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model.base import COSTS, OpCost
 from tensor_cast.performance_model.comm_analytic import collective_parts
-from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
 
 Array = npt.NDArray[np.float64]
 DEVICE = "ATLAS_800_A3_752T_128G_DIE"

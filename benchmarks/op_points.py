@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model.base import COSTS, OpCost
 from tensor_cast.quant import SCHEMES, QuantScheme
-from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
 
 BF16, FP8, FP4 = "bfloat16", "float8_e4m3fn", "float4_e2m1fn"
 DTYPES = {"bfloat16": BF16, "half": "float16", "fp8": FP8, "fp8_block": FP8, "nvfp4": FP4, "int8": "int8"}

@@ -24,10 +24,10 @@ from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import ConfigError, LegalityError
+from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.parallel import violations
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.record import Phase
 
 __all__ = ["Evaluation", "ParallelRunner", "make_setting", "run_devices"]
 

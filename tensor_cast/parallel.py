@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import LegalityError
+from tensor_cast.ir.record import Phase
 from tensor_cast.model_config import AttentionKind, ModelConfig, ParallelConfig
-from tensor_cast.trace.record import Phase
 from tensor_cast.units import round_up
 
 __all__ = ["AXES", "axis_ranks", "check", "violations"]

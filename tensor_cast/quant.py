@@ -13,9 +13,9 @@ from typing import Any
 
 from tensor_cast.dtypes import bits_of
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.record import ParamSpec, Role
 from tensor_cast.model_config import ModelConfig
 from tensor_cast.registry import Registry
-from tensor_cast.trace.record import ParamSpec, Role
 from tensor_cast.units import ceil_div
 
 __all__ = ["KV_SCHEMES", "SCHEMES", "QuantConfig", "QuantScheme", "ScaleTensor"]

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the price of the step. Exit code 0."""
     from tensor_cast.core.model_runner import ModelRunner
-    from tensor_cast.trace.record import Phase
+    from tensor_cast.ir.record import Phase
 
     config = user_config(
         args,

@@ -17,7 +17,7 @@ from cli.inference.common import (
 )
 
 if TYPE_CHECKING:
-    from tensor_cast.trace.record import OpRecord, TensorSpec
+    from tensor_cast.ir.record import OpRecord, TensorSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

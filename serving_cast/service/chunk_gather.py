@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from tensor_cast.device.profile import DeviceProfile
 from tensor_cast.dtypes import bytes_of
 from tensor_cast.engine.dcp import get_semantics
+from tensor_cast.ir.expr import Num
 from tensor_cast.model_config import AttentionKind, ModelConfig, ParallelConfig
 from tensor_cast.parallel import axis_ranks
 from tensor_cast.performance_model.comm_analytic import collective_seconds
-from tensor_cast.trace.expr import Num
 
 __all__ = ["ChunkGather"]
 

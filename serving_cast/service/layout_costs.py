@@ -19,14 +19,14 @@ from serving_cast.service.chunk_gather import ChunkGather
 from serving_cast.service.steady_state import AggregatedGrid, ContextGather, DecodeGrid, PrefillGrid, StepPricer
 from tensor_cast.device.profile import DeviceProfile
 from tensor_cast.engine.profile import EngineProfile
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.program import Layout
+from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.model_config import ModelConfig
 from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator
 from tensor_cast.performance_model.memory import activation_peak_bytes, weight_bytes
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.expr import Num
-from tensor_cast.trace.program import Layout
-from tensor_cast.trace.record import Phase, Scope
 from tensor_cast.units import GIB
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import Workload
-from tensor_cast.trace.expr import Num
-from tensor_cast.trace.record import Scope
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.record import Scope
 
 __all__ = ["AggregatedGrid", "ContextGather", "DecodeGrid", "PrefillGrid", "SteadyState", "StepPricer"]
 

@@ -14,12 +14,12 @@ from tensor_cast.device.profile import DeviceProfile
 from tensor_cast.engine.kv_cache import request_kv_bytes
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.record import Trace
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 from tensor_cast.performance_model.estimate import OpEstimate, StepEstimate, StepEstimator
 from tensor_cast.performance_model.memory import MemoryPlan, activation_peak_bytes, weight_bytes
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.record import Trace
 from tensor_cast.units import GIB, MS, US
 
 

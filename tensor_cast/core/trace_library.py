@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensor_cast.engine.dcp import get_semantics
+from tensor_cast.ir.cache import TraceCache, default_cache_dir
+from tensor_cast.ir.program import Layout, PartRequest, Skeleton, compose
+from tensor_cast.ir.record import Part, Phase, Trace
 from tensor_cast.model_config import ModelConfig, ParallelConfig
-from tensor_cast.trace.cache import TraceCache, default_cache_dir
-from tensor_cast.trace.program import Layout, PartRequest, Skeleton, compose
-from tensor_cast.trace.record import Part, Phase, Trace
 
 if TYPE_CHECKING:
     from tensor_cast.tracer.trace import ModelTracer

@@ -10,14 +10,14 @@ from typing import Any
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.core.user_config import UserInputConfig
 from tensor_cast.dtypes import bits_of
+from tensor_cast.ir.expr import Dim, Expr, substitute, symbol
+from tensor_cast.ir.fuse import fuse_trace
+from tensor_cast.ir.quantize import quantize_trace
+from tensor_cast.ir.record import OpRecord, TensorSpec, Trace
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.performance_model import costs as _registers_cost_functions  # noqa: F401
 from tensor_cast.performance_model.base import coverage, unpriced
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.expr import Dim, Expr, substitute, symbol
-from tensor_cast.trace.fuse import fuse_trace
-from tensor_cast.trace.quantize import quantize_trace
-from tensor_cast.trace.record import OpRecord, TensorSpec, Trace
 
 
 @dataclass(frozen=True)

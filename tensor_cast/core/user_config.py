@@ -10,10 +10,10 @@ from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.record import Phase
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 from tensor_cast.parallel import check
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.record import Phase
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 

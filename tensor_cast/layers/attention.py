@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from tensor_cast import ops
+from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.layers.context import ParallelContext, Step, current_step, enter_scope
 from tensor_cast.layers.dcp import EXCHANGES, gather_query_heads
 from tensor_cast.layers.mla import LatentCore, absorbed_attention
 from tensor_cast.ops.kv_layout import local_length
-from tensor_cast.trace.record import Phase, Scope
 
 #: Name under which the function is registered with Transformers.
 IMPLEMENTATION = "tensor_cast"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tensor_cast.errors import LegalityError
-from tensor_cast.trace.record import Phase, Scope
+from tensor_cast.ir.record import Phase, Scope
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import nn
 
 from tensor_cast import ops
 from tensor_cast.engine.dcp import get_semantics
+from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.layers.context import ParallelContext, current_step, enter_scope
 from tensor_cast.layers.dcp import EXCHANGES, gather_query_heads
 from tensor_cast.layers.modules import wrap_forward
 from tensor_cast.ops.kv_layout import local_length
-from tensor_cast.trace.record import Phase, Scope
 
 
 @dataclass(frozen=True)

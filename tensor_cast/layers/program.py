@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from tensor_cast import ops
 from tensor_cast.errors import UnsupportedModelError
+from tensor_cast.ir.record import Scope
 from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
 from tensor_cast.layers.modules import clone_tree, wrap_forward
 from tensor_cast.layers.mtp import DraftModules, feed_hidden, final_norm
 from tensor_cast.layers.plan import ShardPlan
 from tensor_cast.layers.sharding import Sharder
 from tensor_cast.layers.structure import LayerRegions, find_layers, find_regions, is_experts
-from tensor_cast.trace.record import Scope
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import LegalityError
+from tensor_cast.ir.record import ParamSpec, Role
 from tensor_cast.layers import mla
 from tensor_cast.layers.attention import HeadsCore
 from tensor_cast.layers.collectives import all_gather, all_reduce
@@ -24,7 +25,6 @@ from tensor_cast.layers.modules import clone_tree, on_first_tensor, path_of, wra
 from tensor_cast.layers.moe import ExpertsCore, split_range
 from tensor_cast.layers.plan import ModuleRule, ShardPlan, Split
 from tensor_cast.layers.structure import is_attention, is_experts, is_mla
-from tensor_cast.trace.record import ParamSpec, Role
 
 
 def _need(condition: bool, rule: str, need: str, have: str) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensor_cast.device.profile import DeviceProfile, KernelFit, OpClass
+from tensor_cast.ir.expr import Num
 from tensor_cast.performance_model.base import OpCost
-from tensor_cast.trace.expr import Num
 
 __all__ = ["Bound", "OpTime", "kernel_fit", "kernel_seconds", "kernel_time"]
 

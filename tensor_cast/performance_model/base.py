@@ -1,6 +1,6 @@
 """What an op costs, free of any device: FLOPs by dtype, bytes moved, bytes on the wire.
 
-A cost function takes an :class:`~tensor_cast.trace.record.OpRecord` whose dimensions are numbers (ints or numpy arrays,
+A cost function takes an :class:`~tensor_cast.ir.record.OpRecord` whose dimensions are numbers (ints or numpy arrays,
 one entry per point of a grid) and returns an :class:`OpCost`; it is plain arithmetic, so one call prices a point or a
 grid. Adding an estimator is one decorated function::
 
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 from tensor_cast.device.profile import OpClass
 from tensor_cast.dtypes import bits_of
+from tensor_cast.ir.expr import Dim, Expr, Num
+from tensor_cast.ir.opkinds import is_view
+from tensor_cast.ir.record import OpRecord, TensorSpec
 from tensor_cast.registry import Registry
-from tensor_cast.trace.expr import Dim, Expr, Num
-from tensor_cast.trace.opkinds import is_view
-from tensor_cast.trace.record import OpRecord, TensorSpec
 
 __all__ = [
     "COSTS",
@@ -131,7 +131,7 @@ class DimTable:
 
     Args:
         env: values of ``B``, ``Q``, ``S``; arrays broadcast against each other.
-        smooth: see :meth:`tensor_cast.trace.expr.Expr.evaluate`. Pricing is smooth, so that time has no steps that
+        smooth: see :meth:`tensor_cast.ir.expr.Expr.evaluate`. Pricing is smooth, so that time has no steps that
             only come from block or shard sizes.
     """
 

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from tensor_cast.device.profile import CollectiveFit, DeviceProfile, Tier
 from tensor_cast.device.topology import Span, spans
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.expr import Num
 from tensor_cast.performance_model.analytic import OpTime
-from tensor_cast.trace.expr import Num
 
 __all__ = ["COLLECTIVE_KINDS", "collective_parts", "collective_seconds", "collective_time", "wire_bytes"]
 

@@ -16,17 +16,17 @@ from tensor_cast import parallel as parallel_axes
 from tensor_cast.device.profile import DeviceProfile, OpClass
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import UnpricedOpError
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.fuse import fuse
+from tensor_cast.ir.pack import pack
+from tensor_cast.ir.quantize import quantize
+from tensor_cast.ir.record import OpRecord, Part, Scope, Segment, Trace
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.performance_model import base
 from tensor_cast.performance_model.analytic import Bound, OpTime, kernel_seconds, kernel_time
 from tensor_cast.performance_model.comm_analytic import collective_seconds, collective_time
 from tensor_cast.performance_model.memo import Memo, env_key
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.expr import Num
-from tensor_cast.trace.fuse import fuse
-from tensor_cast.trace.pack import pack
-from tensor_cast.trace.quantize import quantize
-from tensor_cast.trace.record import OpRecord, Part, Scope, Segment, Trace
 
 __all__ = ["OpEstimate", "StepEstimate", "StepEstimator", "prepare"]
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from tensor_cast.trace.expr import Num
+from tensor_cast.ir.expr import Num
 
 __all__ = ["Memo", "env_key"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tensor_cast.ir.expr import Num, evaluate
+from tensor_cast.ir.record import Kind, ParamSpec, Part, TensorSpec, Trace
 from tensor_cast.performance_model.base import DimTable, tensor_bytes
 from tensor_cast.performance_model.memo import Memo, env_key
 from tensor_cast.quant import QuantConfig
-from tensor_cast.trace.expr import Num, evaluate
-from tensor_cast.trace.record import Kind, ParamSpec, Part, TensorSpec, Trace
 from tensor_cast.units import GIB
 
 __all__ = ["MemoryPlan", "activation_peak_bytes", "weight_bytes"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tensor_cast.trace.program import Slot
-from tensor_cast.trace.record import Kind, OpRecord, Part
+from tensor_cast.ir.program import Slot
+from tensor_cast.ir.record import Kind, OpRecord, Part
 from tensor_cast.tracer.recorder import Marker
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensor_cast.ir.record import Phase
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.modules import path_of
 from tensor_cast.layers.program import cores
 from tensor_cast.ops.kv_layout import blocks_per_request
-from tensor_cast.trace.record import Phase
 from tensor_cast.tracer.recorder import Recorder, storage_key
 from tensor_cast.tracer.sizes import SizeSpace
 

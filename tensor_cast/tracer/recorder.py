@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensor_cast.ir.expr import Dim
+from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.layers.context import current_scope
 from tensor_cast.layers.modules import path_of
-from tensor_cast.trace.expr import Dim
-from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
 from tensor_cast.tracer.fast_shapes import quick_result
 
 #: Ops that make room but write nothing, or only wait.

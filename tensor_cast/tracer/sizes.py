@@ -12,8 +12,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from tensor_cast.trace import expr as ours
-from tensor_cast.trace.expr import Dim, Expr
+from tensor_cast.ir import expr as ours
+from tensor_cast.ir.expr import Dim, Expr
 from tensor_cast.tracer.fast_sizes import MemoNode, remembering
 
 #: Values that stand behind the symbols where torch must decide something: distinct, no size of any model, and with

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import MsModelingError, UnsupportedModelError
+from tensor_cast.ir.program import PartRequest, Skeleton, Slot
+from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Scope
 from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
 from tensor_cast.layers.modules import clone_tree, path_of, wrap_forward
 from tensor_cast.layers.mtp import DraftModules
 from tensor_cast.layers.program import Anatomy, RankProgram, Region, SkippedLayer
 from tensor_cast.layers.sharding import Sharder
 from tensor_cast.model_config import ModelConfig
-from tensor_cast.trace.program import PartRequest, Skeleton, Slot
-from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Scope
 from tensor_cast.tracer.builder import build, one_line
 from tensor_cast.tracer.fold import config_signature, group, signature
 from tensor_cast.tracer.glue import glue_part, glue_slots, outside_ids, split_at_head

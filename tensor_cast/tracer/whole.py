@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from tensor_cast.ir.program import Layout
+from tensor_cast.ir.record import OpRecord, Phase
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.mtp import DraftModules
 from tensor_cast.layers.program import DraftProgram, RankProgram
-from tensor_cast.trace.program import Layout
-from tensor_cast.trace.record import OpRecord, Phase
 from tensor_cast.tracer.recorder import Recorder
 from tensor_cast.tracer.trace import ModelTracer, bracket, skipping
 

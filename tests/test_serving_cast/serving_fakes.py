@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from serving_cast.config import ParallelConfig
-from tensor_cast.trace.record import Phase, Scope
+from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.units import GIB
 
 

@@ -17,8 +17,8 @@ from serving_cast.parallel_runner import ParallelRunner, make_setting
 from serving_cast.service.points import LayoutPoints
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.errors import LegalityError
+from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
-from tensor_cast.trace.record import Phase
 
 Runner = Callable[..., ParallelRunner]
 

@@ -13,9 +13,9 @@ from serving_cast.parallel_runner import ParallelRunner, make_setting
 from serving_cast.service.chunk_gather import ChunkGather
 from tensor_cast.device.catalog import load_device
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.performance_model.comm_analytic import collective_seconds
-from tensor_cast.trace.record import Phase
 
 Runner = Callable[..., ParallelRunner]
 R1 = "deepseek-ai/DeepSeek-R1"

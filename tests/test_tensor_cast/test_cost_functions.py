@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensor_cast.device.profile import OpClass
+from tensor_cast.ir.expr import ceildiv, symbol
+from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model import base
 from tensor_cast.performance_model.base import COSTS, DimTable, OpCost
 from tensor_cast.performance_model.costs.attention import keys_read, visible_pairs
 from tensor_cast.performance_model.costs.moe import touched_experts
-from tensor_cast.trace.expr import ceildiv, symbol
-from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
 
 BF16 = "bfloat16"
 B, Q, S = symbol("B"), symbol("Q"), symbol("S")

@@ -12,12 +12,12 @@ import pytest
 from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import load_engine
 from tensor_cast.errors import ConfigError, UnpricedOpError
+from tensor_cast.ir.expr import ceildiv, symbol
+from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Scope, Segment, TensorSpec, Trace
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator, clear_memos, prepare
 from tensor_cast.quant import FP8, SCHEMES, QuantConfig
-from tensor_cast.trace.expr import ceildiv, symbol
-from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Scope, Segment, TensorSpec, Trace
 
 B, Q, S = symbol("B"), symbol("Q"), symbol("S")
 H = 4096

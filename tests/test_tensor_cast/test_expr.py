@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensor_cast.trace.expr import Expr, ceildiv, evaluate, floordiv, maximum, minimum, mod, substitute, symbol
+from tensor_cast.ir.expr import Expr, ceildiv, evaluate, floordiv, maximum, minimum, mod, substitute, symbol
 
 B, Q, S = symbol("B"), symbol("Q"), symbol("S")
 

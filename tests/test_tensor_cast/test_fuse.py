@@ -6,11 +6,11 @@ import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensor_cast.ir.expr import symbol
+from tensor_cast.ir.fuse import FUSED, fuse, is_fusable
+from tensor_cast.ir.pack import PACKED_LINEAR, pack
+from tensor_cast.ir.record import Kind, OpRecord, Part, Scope, TensorSpec
 from tensor_cast.performance_model.base import COSTS, DimTable
-from tensor_cast.trace.expr import symbol
-from tensor_cast.trace.fuse import FUSED, fuse, is_fusable
-from tensor_cast.trace.pack import PACKED_LINEAR, pack
-from tensor_cast.trace.record import Kind, OpRecord, Part, Scope, TensorSpec
 
 B = symbol("B")
 ROW = TensorSpec((B, 64), "bfloat16")

@@ -9,10 +9,10 @@ import torch
 from tracer_models import TINY, tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tensor_cast.ir.record import Phase
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.program import Anatomy, RankProgram
 from tensor_cast.ops.kv_layout import blocks_per_request, slot_mapping
-from tensor_cast.trace.record import Phase
 from tensor_cast.tracer.builder import build
 
 BATCH, PROMPT, STEPS, BLOCK = 2, 11, (3, 1, 2), 4

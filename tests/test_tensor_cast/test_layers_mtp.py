@@ -10,11 +10,11 @@ from rank_threads import run_ranks
 from test_layers_equal_transformers import randomised
 from tracer_models import tiny
 
+from tensor_cast.ir.record import Phase
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.mtp import DraftModules
 from tensor_cast.layers.program import Anatomy, DraftProgram
 from tensor_cast.ops.kv_layout import blocks_per_request, slot_mapping
-from tensor_cast.trace.record import Phase
 from tensor_cast.tracer.builder import build
 
 BATCH, QUERY, BLOCK = 2, 5, 4

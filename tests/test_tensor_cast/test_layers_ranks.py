@@ -10,10 +10,10 @@ from rank_threads import run_ranks
 from test_layers_equal_transformers import randomised
 from tracer_models import tiny
 
+from tensor_cast.ir.record import Phase
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.program import Anatomy, RankProgram
 from tensor_cast.ops.kv_layout import blocks_per_request, slot_mapping
-from tensor_cast.trace.record import Phase
 from tensor_cast.tracer.builder import build
 
 BATCH, BLOCK, CHUNKS = 2, 4, (11, 3, 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tensor_cast.ir.expr import ceildiv, symbol
+from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Segment, TensorSpec, Trace
 from tensor_cast.performance_model.memory import MemoryPlan, activation_peak_bytes, param_counts, weight_bytes
 from tensor_cast.quant import SCHEMES, QuantConfig
-from tensor_cast.trace.expr import ceildiv, symbol
-from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Segment, TensorSpec, Trace
 from tensor_cast.units import GIB
 
 B, Q, S = symbol("B"), symbol("Q"), symbol("S")

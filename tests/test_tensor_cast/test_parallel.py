@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tensor_cast.errors import LegalityError
+from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.parallel import AXES, axis_ranks, check, violations
-from tensor_cast.trace.record import Phase
 
 R1 = "deepseek-ai/DeepSeek-R1"
 QWEN_MOE = "Qwen/Qwen3-235B-A22B"

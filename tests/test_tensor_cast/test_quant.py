@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tensor_cast.errors import ConfigError, UnknownNameError
+from tensor_cast.ir.record import ParamSpec, Role
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.quant import FP8, SCHEMES, QuantConfig, w4a16
-from tensor_cast.trace.record import ParamSpec, Role
 from tensor_cast.units import GIB, MIB
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tensor_cast.ir.expr import symbol
+from tensor_cast.ir.quantize import DYNAMIC_QUANT, quantize, quantize_trace
+from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Segment, TensorSpec, Trace
 from tensor_cast.quant import FP8, SCHEMES, QuantConfig
-from tensor_cast.trace.expr import symbol
-from tensor_cast.trace.quantize import DYNAMIC_QUANT, quantize, quantize_trace
-from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Segment, TensorSpec, Trace
 
 B, Q = symbol("B"), symbol("Q")
 FP8_BLOCK = QuantConfig(SCHEMES.get("FP8"), SCHEMES.get("FP8"))

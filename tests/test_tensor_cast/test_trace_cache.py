@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from tracer_models import TINY, tiny
 
-import tensor_cast.trace.cache as cache_module
+import tensor_cast.ir.cache as cache_module
 from tensor_cast.core.trace_library import TraceLibrary
-from tensor_cast.model_config import ParallelConfig
-from tensor_cast.trace.cache import (
+from tensor_cast.ir.cache import (
     TraceCache,
     default_cache_dir,
     part_from_json,
@@ -23,8 +22,9 @@ from tensor_cast.trace.cache import (
     skeleton_from_json,
     skeleton_to_json,
 )
-from tensor_cast.trace.program import PartRequest
-from tensor_cast.trace.record import Phase, Trace
+from tensor_cast.ir.program import PartRequest
+from tensor_cast.ir.record import Phase, Trace
+from tensor_cast.model_config import ParallelConfig
 
 DCP = ParallelConfig(4, decode_context_parallel_size=2)
 

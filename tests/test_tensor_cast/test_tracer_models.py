@@ -11,9 +11,9 @@ from tracer_models import TINY, model_config, tiny
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import ConfigError, LegalityError, UnknownNameError, UnsupportedModelError
+from tensor_cast.ir.record import Kind, OpRecord, Phase, Role, Scope, Trace
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ParallelConfig
-from tensor_cast.trace.record import Kind, OpRecord, Phase, Role, Scope, Trace
 
 #: Parameters of each model as published with the checkpoints (DeepSeek and Kimi: with the routers' bias, without MTP).
 PARAMETERS = {
@@ -178,7 +178,7 @@ def test_experts_are_split_as_the_layout_says() -> None:
 
 
 def experts_tokens(tokens: str) -> tuple[Any, ...]:
-    from tensor_cast.trace.expr import Expr
+    from tensor_cast.ir.expr import Expr
 
     return (Expr.parse(tokens), 7168)
 

@@ -12,10 +12,10 @@ from tracer_models import TINY, tiny
 
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.expr import evaluate
+from tensor_cast.ir.program import Layout, compose
+from tensor_cast.ir.record import OpRecord, Phase, Scope, Trace
 from tensor_cast.model_config import ModelConfig, ParallelConfig
-from tensor_cast.trace.expr import evaluate
-from tensor_cast.trace.program import Layout, compose
-from tensor_cast.trace.record import OpRecord, Phase, Scope, Trace
 from tensor_cast.tracer.trace import ModelTracer
 from tensor_cast.tracer.whole import trace_whole, trace_whole_draft
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from tensor_cast.device.profile import OpClass
 from tensor_cast.dtypes import bits_of
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model.base import FREE, OpCost, dims, op_cost, tensor_bytes, tensor_numel, total_bytes
-from tensor_cast.trace.expr import Num
-from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
 
 
 def visible_pairs(q: Num, s: Num, window: int | None, causal: bool = True) -> Num:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tensor_cast.ir.record import OpRecord
 from tensor_cast.performance_model.base import CollectiveCost, OpCost, op_cost, total_bytes
-from tensor_cast.trace.record import OpRecord
 
 #: Op name -> kind of collective.
 KINDS = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from tensor_cast.device.profile import OpClass
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.record import OpRecord
 from tensor_cast.performance_model.base import OpCost, dims, op_cost, tensor_numel, total_bytes
-from tensor_cast.trace.expr import Num
-from tensor_cast.trace.record import OpRecord
 
 
 def compute_dtype(op: OpRecord) -> str:

@@ -11,9 +11,9 @@ from functools import lru_cache
 import numpy as np
 
 from tensor_cast.device.profile import OpClass
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.record import Kind, OpRecord
 from tensor_cast.performance_model.base import OpCost, op_cost, tensor_bytes, tensor_numel, total_bytes
-from tensor_cast.trace.expr import Num
-from tensor_cast.trace.record import Kind, OpRecord
 
 #: Rows that one tile of a grouped product holds; half of one is empty on average for each expert it visits.
 TILE_ROWS = 64

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tensor_cast.device.profile import OpClass
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.opkinds import LOOK_UPS, ORDERING, POINTWISE, REDUCTION, UPDATES
+from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model.base import OpCost, op_cost, tensor_numel, total_bytes
-from tensor_cast.trace.expr import Num
-from tensor_cast.trace.opkinds import LOOK_UPS, ORDERING, POINTWISE, REDUCTION, UPDATES
-from tensor_cast.trace.record import Kind, OpRecord, TensorSpec
 
 
 def _numel(specs: Iterable[TensorSpec]) -> Num:
@@ -85,7 +85,7 @@ def _indices(op: OpRecord) -> list[TensorSpec]:
 
 @op_cost("tensor_cast.fused")
 def fused(op: OpRecord) -> OpCost:
-    """A region that :mod:`tensor_cast.trace.fuse` merged; its inputs and outputs are what crosses the border."""
+    """A region that :mod:`tensor_cast.ir.fuse` merged; its inputs and outputs are what crosses the border."""
     return OpCost(
         OpClass.POINTWISE,
         flops=op.attr("flops", 0),

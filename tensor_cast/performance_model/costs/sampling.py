@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tensor_cast.device.profile import OpClass
+from tensor_cast.ir.opkinds import TRANSCENDENTAL
+from tensor_cast.ir.record import OpRecord
 from tensor_cast.performance_model.base import OpCost, op_cost, tensor_numel, total_bytes
-from tensor_cast.trace.opkinds import TRANSCENDENTAL
-from tensor_cast.trace.record import OpRecord
 
 _FP32 = 4
 

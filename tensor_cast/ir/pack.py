@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tensor_cast.trace.record import Kind, OpRecord, Part
+from tensor_cast.ir.record import Kind, OpRecord, Part
 
 PACKED_LINEAR = "tensor_cast.packed_linear"
 

@@ -17,12 +17,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tensor_cast.trace.expr import Dim, Expr
-from tensor_cast.trace.program import Skeleton, Slot
-from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Role, Scope, TensorSpec
+from tensor_cast.ir.expr import Dim, Expr
+from tensor_cast.ir.program import Skeleton, Slot
+from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Role, Scope, TensorSpec
 
 #: Packages of this code whose source decides what a trace looks like (the engine's: DCP semantics).
-_SOURCES = ("layers", "ops", "tracer", "trace", "engine")
+_SOURCES = ("layers", "ops", "tracer", "ir", "engine")
 
 
 def default_cache_dir() -> Path:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tensor_cast.ir.expr import Dim, ceildiv
+from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Role, Segment, TensorSpec, Trace
 from tensor_cast.quant import QuantConfig, QuantScheme
-from tensor_cast.trace.expr import Dim, ceildiv
-from tensor_cast.trace.record import Kind, OpRecord, ParamSpec, Part, Role, Segment, TensorSpec, Trace
 
 #: Products by a stored weight. Batched products by a slice of a weight (absorbed MLA) run on a dense copy.
 _LINEARS = ("aten.linear", "aten.addmm", "aten.mm")

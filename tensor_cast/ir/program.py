@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.record import Part, Phase, Segment, Trace
 from tensor_cast.model_config import ParallelConfig
-from tensor_cast.trace.record import Part, Phase, Segment, Trace
 
 #: Parts that are recorded with the skeleton, whatever the layout.
 FIXED_ROLES = ("glue", "draft")

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tensor_cast.dtypes import bits_of
-from tensor_cast.trace.expr import Dim, Expr, evaluate
-from tensor_cast.trace.opkinds import LOOK_UPS, ORDERING, POINTWISE, REDUCTION, UPDATES, vector_flops
-from tensor_cast.trace.record import Kind, OpRecord, Part, Segment, TensorSpec, Trace
+from tensor_cast.ir.expr import Dim, Expr, evaluate
+from tensor_cast.ir.opkinds import LOOK_UPS, ORDERING, POINTWISE, REDUCTION, UPDATES, vector_flops
+from tensor_cast.ir.record import Kind, OpRecord, Part, Segment, TensorSpec, Trace
 
 FUSED = "tensor_cast.fused"
 #: Longest row that a fused kernel can order.

@@ -15,12 +15,12 @@ from functools import cached_property
 from typing import Any
 
 from tensor_cast.dtypes import bits_of
-from tensor_cast.trace.expr import Dim, Expr, Num, evaluate
+from tensor_cast.ir.expr import Dim, Expr, Num, evaluate
 
 #: The layer's index in a module path: its first number (``model.layers.3.mlp``).
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-#: The symbols every trace may use; see :mod:`tensor_cast.trace.expr`.
+#: The symbols every trace may use; see :mod:`tensor_cast.ir.expr`.
 SYMBOLS = ("B", "Q", "S")
 
 
