@@ -13,17 +13,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import numpy as np
 
-Dim = Union[int, "Expr"]
+Dim: TypeAlias = "int | Expr"
 #: What an expression evaluates to: an int, a float or an array of them.
 Num = Any
 
 # An atom is a symbol name or a call (function, arguments); a monomial is a sorted tuple of (atom, power).
-_Atom = Union[str, tuple[str, tuple["Expr", ...]]]
-_Monomial = tuple[tuple[_Atom, int], ...]
+_Atom: TypeAlias = "str | tuple[str, tuple[Expr, ...]]"
+_Monomial: TypeAlias = tuple[tuple[_Atom, int], ...]
 
 
 def _exact_floor_div(a: Num, b: Num) -> Num:
@@ -166,9 +166,10 @@ class Expr:
 
     # -- evaluation ---------------------------------------------------------------------------------------------
     def evaluate(self, env: Mapping[str, Num], *, smooth: bool = False) -> Num:
-        """Value under ``env`` (symbol -> int, float or numpy array).
+        """Value under ``env``.
 
         Args:
+            env: symbol -> int, float or numpy array.
             smooth: read ``floordiv`` and ``ceildiv`` as the plain quotient: no steps between block or shard sizes.
 
         Raises:
