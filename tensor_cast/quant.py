@@ -143,7 +143,8 @@ SCHEMES.register("W4A8")(QuantScheme("W4A8", "int4", "int8", _grouped(128, "bflo
 SCHEMES.register("W4A16")(w4a16())
 SCHEMES.register("FP8_BLOCK", "FP8")(fp8_block())
 SCHEMES.register("FP8_CHANNEL")(QuantScheme("FP8_CHANNEL", FP8, FP8, _per_channel(offset=False)))
-SCHEMES.register("MXFP4")(QuantScheme("MXFP4", FP4, None, _grouped(32, "uint8"), block=32))
+# No rule on shards: every MXFP4 kernel pads the dimensions of a rank (vLLM: fused_moe/oracle/mxfp4.py).
+SCHEMES.register("MXFP4")(QuantScheme("MXFP4", FP4, None, _grouped(32, "uint8")))
 SCHEMES.register("NVFP4")(QuantScheme("NVFP4", FP4, FP4, _grouped(16, FP8, tensor_scale=True), group=16, block=16))
 
 #: ``--quantize-attention-action``: dtype of the KV cache; None keeps the model's.

@@ -69,7 +69,7 @@ def test_prefill_runs_without_dcp():
 
 
 def test_bad_values_are_named():
-    with pytest.raises(ConfigError, match="tp_size.*found 0"):
+    with pytest.raises(ConfigError, match=r"tp_size.*found 0"):
         UserInputConfig.create(model="m", tp_size=0)
     with pytest.raises(ConfigError, match="tq_size"):
         UserInputConfig.create(model="m", tq_size=2)
