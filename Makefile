@@ -34,6 +34,7 @@ test-slow: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.main_job
+	$(BIN)/python -m benchmarks.pricing
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
