@@ -29,6 +29,17 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+#: The same for whoever writes a config: field of ``ModelConfig`` -> the names that configs give it.
+SIZE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": _HIDDEN,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _KV_HEADS,
+    "intermediate_size": _INTERMEDIATE,
+    "num_experts": _EXPERTS,
+    "num_experts_per_tok": _TOP_K,
+    "moe_intermediate_size": _EXPERT_SIZE,
+}
 
 #: Architectures whose ``intermediate_size`` is that of one expert.
 _INTERMEDIATE_IS_EXPERT = frozenset(

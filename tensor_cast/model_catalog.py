@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tensor_cast.errors import ConfigError, UnknownNameError
 from tensor_cast.hf_config import read_facts, text_config
 from tensor_cast.model_config import AttentionKind, ModelConfig
 
-__all__ = ["load_model_config", "model_names"]
+__all__ = ["describe", "load_model_config", "model_names"]
 
 
 class UnknownModelError(UnknownNameError):
@@ -104,11 +105,25 @@ def _load(file: Path, model: str) -> ModelConfig:
     if "quantization_config" not in config and sidecar.is_file():
         # ModelOpt checkpoints of old keep their scheme in a file of its own.
         config["quantization_config"] = {"quant_method": "modelopt", **_read_json(sidecar).get("quantization", {})}
-    facts = read_facts(config, str(file))
+    return describe(config, model, str(file))
+
+
+def describe(config: Mapping[str, Any], model_id: str, where: str) -> ModelConfig:
+    """The model that a text model's configuration describes.
+
+    Args:
+        config: as :func:`~tensor_cast.hf_config.text_config` returns it.
+        model_id: what to call it.
+        where: name of the file, for messages.
+
+    Raises:
+        ConfigError, UnsupportedModelError: see :func:`~tensor_cast.hf_config.read_facts`.
+    """
+    facts = read_facts(config, where)
     facts["attention"] = AttentionKind(facts["attention"])
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return ModelConfig(
-        model_id=model,
+        model_id=model_id,
         hf_config=text,
         digest=hashlib.sha256(text.encode()).hexdigest(),
         **facts,
