@@ -24,8 +24,13 @@ AXES = ("tp", "dcp", "dp", "pp", "ep", "moe_tp", "moe_dp")
 VOCAB_PADDING = 64
 
 
-def axis_ranks(parallel: ParallelConfig, axis: str) -> tuple[int, ...]:
-    """Global ranks of the group of ``axis`` that rank 0 belongs to, in group order.
+def axis_ranks(parallel: ParallelConfig, axis: str, *, stage: int = 0) -> tuple[int, ...]:
+    """Global ranks of the group of ``axis`` that the first rank of a pipeline stage belongs to, in group order.
+
+    Args:
+        parallel: the layout.
+        axis: one of :data:`AXES`.
+        stage: pipeline stage; the groups of later stages may lie differently over the nodes.
 
     Raises:
         ValueError: ``axis`` is none of :data:`AXES`.
@@ -35,24 +40,25 @@ def axis_ranks(parallel: ParallelConfig, axis: str) -> tuple[int, ...]:
         parallel.pipeline_parallel_size,
         parallel.data_parallel_size,
     )
-    # Ranks of pipeline stage 0 in the order in which experts are laid out: moe_dp > ep > moe_tp.
-    stage = tuple(d * pp * tp + t for d in range(dp) for t in range(tp))
+    first = stage * tp
+    # Ranks of the stage in the order in which experts are laid out: moe_dp > ep > moe_tp.
+    members = tuple(d * pp * tp + first + t for d in range(dp) for t in range(tp))
     moe_tp, ep = parallel.moe_tensor_parallel_size, parallel.expert_parallel_size
     match axis:
         case "tp":
-            return tuple(range(tp))
+            return tuple(range(first, first + tp))
         case "dcp":
-            return tuple(range(parallel.decode_context_parallel_size))
+            return tuple(range(first, first + parallel.decode_context_parallel_size))
         case "dp":
-            return tuple(d * pp * tp for d in range(dp))
+            return tuple(d * pp * tp + first for d in range(dp))
         case "pp":
             return tuple(p * tp for p in range(pp))
         case "ep":
-            return stage[::moe_tp][:ep]
+            return members[::moe_tp][:ep]
         case "moe_tp":
-            return stage[:moe_tp]
+            return members[:moe_tp]
         case "moe_dp":
-            return stage[:: moe_tp * ep]
+            return members[:: moe_tp * ep]
     raise ValueError(f"unknown parallel axis {axis!r}; known: {', '.join(AXES)}")
 
 

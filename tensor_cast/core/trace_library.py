@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.ir.cache import TraceCache, default_cache_dir
 from tensor_cast.ir.program import Layout, PartRequest, Skeleton, compose
 from tensor_cast.ir.record import Part, Phase, Trace
+from tensor_cast.ir.stages import stage_traces
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 
 if TYPE_CHECKING:
@@ -67,6 +68,27 @@ class TraceLibrary:
         """
         layout = Layout(parallel, phase, get_semantics(dcp_semantics).name, block_size, num_mtp_tokens)
         return self.compose(layout)
+
+    def stages(self, layout: Layout, partition: Sequence[int], *, whole_on_wire: bool = False) -> tuple[Trace, ...]:
+        """The trace of each pipeline stage of ``layout``; see :func:`tensor_cast.ir.stages.stage_traces`.
+
+        Args:
+            layout: as of :meth:`compose`.
+            partition: layers of each stage.
+            whole_on_wire: every rank sends the boundary tensors whole.
+
+        Raises:
+            LegalityError: the partition does not fit the model; else as :meth:`trace`.
+        """
+        return stage_traces(
+            self.compose(layout),
+            partition,
+            hidden_size=self.model.hidden_size,
+            dtype=self.model.dtype,
+            tp=layout.parallel.tensor_parallel_size,
+            num_mtp_tokens=layout.num_mtp_tokens,
+            whole_on_wire=whole_on_wire,
+        )
 
     def compose(self, layout: Layout) -> Trace:
         """Same as :meth:`trace` for a ready :class:`Layout`."""

@@ -45,13 +45,15 @@ class CollectiveCost:
     """What goes on the wire.
 
     ``kind`` is ``all_reduce | all_gather | reduce_scatter | all_to_all | p2p``, ``nbytes`` the local input buffer of
-    one call, ``axis`` the parallel axis and ``group_size`` its ranks.
+    one call, ``axis`` the parallel axis and ``group_size`` its ranks. ``pair`` names the two members of the axis that
+    a ``p2p`` joins, sender first.
     """
 
     kind: str
     nbytes: Num
     axis: str
     group_size: int
+    pair: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

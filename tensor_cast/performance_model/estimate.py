@@ -14,6 +14,7 @@ import numpy as np
 
 from tensor_cast import parallel as parallel_axes
 from tensor_cast.device.profile import DeviceProfile, OpClass
+from tensor_cast.device.topology import spans
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import UnpricedOpError
 from tensor_cast.ir.expr import Num
@@ -139,6 +140,7 @@ class StepEstimator:
         fusion: pack linears and merge pointwise regions first; without it every eager op is a kernel.
         strict: refuse a trace with an op that no cost function prices.
         moe_skew: see :func:`tensor_cast.performance_model.costs.moe.touched_experts`.
+        stage: pipeline stage whose ranks run the trace.
 
     Raises:
         UnpricedOpError: under ``strict``.
@@ -156,6 +158,7 @@ class StepEstimator:
         fusion: bool = True,
         strict: bool = False,
         moe_skew: float = 0.0,
+        stage: int = 0,
     ) -> None:
         self.trace = trace
         self.device = device
@@ -164,10 +167,12 @@ class StepEstimator:
         self.quant = quant
         self.fusion = fusion
         self.moe_skew = moe_skew
+        self.stage = stage
         self.segments: tuple[Segment, ...] = tuple(
             replace(segment, part=prepare(segment.part, quant, fusion=fusion)) for segment in trace.segments
         )
         self._ranks: dict[str, tuple[int, ...]] = {}
+        self._reach: dict[str, Hashable] = {}
         if strict and self.unpriced:
             listed = ", ".join(f"{name} ({count}x)" for name, count in sorted(self.unpriced.items()))
             raise UnpricedOpError(
@@ -244,7 +249,7 @@ class StepEstimator:
             id(self.device),
             self.moe_skew,
             scopes,
-            tuple((axis, self.ranks_of(axis)) for axis in _axes(part)),
+            tuple((axis, self._reach_of(axis)) for axis in _axes(part)),
             env_key(env),
         )
 
@@ -310,10 +315,21 @@ class StepEstimator:
         return function(sized)
 
     def ranks_of(self, axis: str) -> tuple[int, ...]:
-        """Global ranks of the group of ``axis`` that rank 0 is in."""
+        """Global ranks of the group of ``axis`` that the stage's first rank is in."""
         if axis not in self._ranks:
-            self._ranks[axis] = tuple(parallel_axes.axis_ranks(self.parallel, axis))
+            self._ranks[axis] = tuple(parallel_axes.axis_ranks(self.parallel, axis, stage=self.stage))
         return self._ranks[axis]
+
+    def _reach_of(self, axis: str) -> Hashable:
+        """What decides a collective's time: the tiers its group crosses, so that stages alike share prices.
+
+        Pairs of stages lie differently each: there it is the ranks themselves.
+        """
+        if axis not in self._reach:
+            ranks = self.ranks_of(axis)
+            levels = tuple((span.tier.name, span.size, span.fewest) for span in spans(self.device, ranks))
+            self._reach[axis] = ranks if axis == "pp" else levels
+        return self._reach[axis]
 
     def _group(self, wire: base.CollectiveCost) -> tuple[int, ...]:
         ranks = self.ranks_of(wire.axis)
@@ -322,7 +338,7 @@ class StepEstimator:
                 f"the trace has {wire.group_size} ranks on axis {wire.axis!r}, the layout {len(ranks)}: "
                 "it was traced for another layout"
             )
-        return ranks
+        return ranks if wire.pair is None else tuple(ranks[member] for member in wire.pair)
 
     # -- one point ----------------------------------------------------------------------------------------------
     def estimate(self, env: Mapping[str, Num]) -> StepEstimate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tensor_cast.ir.record import OpRecord
+from tensor_cast.ir.stages import BROADCAST, RECV
 from tensor_cast.performance_model.base import CollectiveCost, OpCost, op_cost, total_bytes
 
 #: Op name -> kind of collective.
@@ -11,6 +12,9 @@ KINDS = {
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional.all_to_all_single": "all_to_all",
+    RECV: "p2p",
+    # From the last stage to all others; what a step waits for is the copy that the first stage gets.
+    BROADCAST: "p2p",
 }
 
 
@@ -28,5 +32,5 @@ def collective(op: OpRecord) -> OpCost:
         op_class=None,
         bytes_read=nbytes,
         bytes_written=total_bytes(op.outputs),
-        collective=CollectiveCost(KINDS[op.name], nbytes, op.axis, op.group_size),
+        collective=CollectiveCost(KINDS[op.name], nbytes, op.axis, op.group_size, op.attr("pair")),
     )
