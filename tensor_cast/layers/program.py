@@ -90,12 +90,12 @@ class Anatomy:
 
         Args:
             ctx: the rank.
-            replacements: stand-ins by path; a decoder layer that is replaced is not cut.
+            replacements: stand-ins by path; a layer, embedding or head that is replaced is not cut.
         """
         replacements = replacements or {}
         clone = clone_tree(self.model, "", replacements)
         sharder = Sharder(self.plan, ctx, self.names)
-        regions = [self.embedding, self.head]
+        regions = [region for region in (self.embedding, self.head) if region.path not in replacements]
         for index in range(len(self.layers)):
             if self.layer_path(index) not in replacements:
                 regions += self.layer_regions(index)
