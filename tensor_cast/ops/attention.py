@@ -72,9 +72,14 @@ def _(kv_cache, block_table, positions, num_keys, window):
     return [kv_cache.new_empty((batch, num_keys, kv_cache.shape[2]))]
 
 
+def _wide(q):
+    """Type of the softmax and its lse: float32, as kernels have it, unless the model itself is wider (float64)."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
 def _attend(q, k, v, sinks, visible, scale, softcap):
-    """Masked softmax: q [B, Q, h, D], k, v [B, S', hkv, ...] -> out [B, Q, h, Dv], lse [B, Q, h] in float32."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    """Masked softmax: q [B, Q, h, D], k, v [B, S', hkv, ...] -> out [B, Q, h, Dv], lse [B, Q, h] (see _wide)."""
+    wide = _wide(q)
     groups = q.shape[2] // k.shape[2]
     k, v = (t.to(wide).repeat_interleave(groups, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bshd->bhqs", q.to(wide), k) * scale
@@ -87,7 +92,8 @@ def _attend(q, k, v, sinks, visible, scale, softcap):
     # A rank that owns no visible key contributes nothing: weight 0 instead of exp(-inf + inf).
     weights = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0)[..., None])
     out = torch.einsum("bhqs,bshd->bqhd", weights, v)
-    return out.to(q.dtype), lse.transpose(1, 2).contiguous().to(torch.float32)
+    # Results lie in memory as the shape functions say: whether a later reshape copies depends on it.
+    return out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
 def _visible(positions, num_keys, causal, window, dcp, dcp_rank, interleave):
@@ -129,7 +135,7 @@ def attention(
 def _(q, k, v, sinks, positions, scale, causal, window, softcap, phase, dcp, dcp_rank, interleave, return_lse):
     out = [q.new_empty((*q.shape[:3], v.shape[3]))]
     if return_lse:
-        out.append(q.new_empty(q.shape[:3], dtype=torch.float32))
+        out.append(q.new_empty(q.shape[:3], dtype=_wide(q)))
     return out
 
 
@@ -162,7 +168,7 @@ def mla_attention(
 def _(q, kv, positions, scale, kv_lora_rank, causal, window, phase, dcp, dcp_rank, interleave, return_lse):
     out = [q.new_empty((*q.shape[:3], kv_lora_rank))]
     if return_lse:
-        out.append(q.new_empty(q.shape[:3], dtype=torch.float32))
+        out.append(q.new_empty(q.shape[:3], dtype=_wide(q)))
     return out
 
 
@@ -178,7 +184,7 @@ def merge_attention(
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(total.dtype))
     weights = torch.exp(lses - total.masked_fill(total.isinf(), 0.0))
-    return (outs * weights[..., None]).sum(dim=0).to(dtype)
+    return (outs * weights[..., None]).sum(dim=0).to(dtype).contiguous()
 
 
 @merge_attention.register_fake
