@@ -1,109 +1,163 @@
-"""KV cache specs that know their own bytes, and what a request occupies on one rank.
+"""The caches of a model on one rank, layer by layer, and what a request occupies there.
 
-A layer's cache is paged: a request takes whole blocks of ``block_size`` tokens. Under DCP a block keeps its size but
-stands for ``block_size * dcp`` tokens of the sequence, of which each rank holds its share.
-Source: vLLM 0.30 ``v1/kv_cache_interface.py`` (page sizes, blocks of a request), vllm-ascend for its block sizes.
+Which layers keep what: each decoder layer its keys and values (a latent for MLA), or a recurrent state; each layer of
+sparse attention that computes top-k indices also the keys of its indexer; a draft (MTP) layer one main cache, and its
+own indexer even in a model whose layers share indices.
+Source: vLLM 0.30 (``v1/kv_cache_interface.py``, ``models/deepseek_v2.py``), vllm-ascend of August 2026.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tensor_cast.dtypes import bits_of
 from tensor_cast.engine.dcp import get_semantics
-from tensor_cast.errors import ConfigError, UnsupportedModelError
+from tensor_cast.engine.kv_formats import KV_DTYPES, KVFormat, indexer_token_bytes, resolve_kv_format
+from tensor_cast.engine.kv_specs import (
+    FullAttentionSpec,
+    IndexerSpec,
+    KVCacheSpec,
+    MlaSpec,
+    RecurrentSpec,
+    SlidingWindowSpec,
+    Tokens,
+)
+from tensor_cast.engine.recurrent import recurrent_state
 from tensor_cast.model_config import AttentionKind, ModelConfig, ParallelConfig
+from tensor_cast.units import round_up
 
 __all__ = [
     "KV_DTYPES",
+    "CacheLayer",
     "FullAttentionSpec",
+    "IndexerSpec",
     "KVCacheSpec",
     "MlaSpec",
+    "RecurrentSpec",
     "SlidingWindowSpec",
+    "cache_layers",
+    "indexer_layers",
     "kv_cache_specs",
     "page_bytes",
     "request_kv_bytes",
 ]
 
-#: Element types of a cache. The 8-bit ones have static scales, per tensor or channel, which take no room in the cache
-#: (vLLM fp8, vllm-ascend C8); vLLM's int8_per_token_head would add 8 bytes per token and head.
-KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
-
-#: An int or a numpy array of them.
-Tokens = Any
-
 
 @dataclass(frozen=True, slots=True)
-class KVCacheSpec(ABC):
-    """Cache of one layer on one rank. ``block_size`` tokens per block; ``dtype`` of its elements."""
+class CacheLayer:
+    """One cache of one layer. Draft layers count on after the model's own: layer ``num_hidden_layers`` is the first."""
 
-    block_size: int
-    dtype: str
-
-    @property
-    @abstractmethod
-    def token_bytes(self) -> int:
-        """Bytes that one token takes."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.block_size * self.token_bytes
-
-    def blocks(self, tokens: Tokens, dcp: int = 1) -> Tokens:
-        """Blocks that a request of ``tokens`` tokens takes on the fullest rank."""
-        return -(-tokens // (self.block_size * dcp))
+    layer: int
+    spec: KVCacheSpec
 
 
-@dataclass(frozen=True, slots=True)
-class FullAttentionSpec(KVCacheSpec):
-    """K and V of ``kv_heads`` local heads, of ``head_dim`` and ``v_head_dim`` elements."""
-
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-
-    @property
-    def token_bytes(self) -> int:
-        """``kv_heads * (head_dim + v_head_dim)`` elements."""
-        return self.kv_heads * (self.head_dim + self.v_head_dim) * bits_of(self.dtype) // 8
+@lru_cache(maxsize=64)
+def _config(model: ModelConfig) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(model.hf_config)
+    return content
 
 
-@dataclass(frozen=True, slots=True)
-class SlidingWindowSpec(FullAttentionSpec):
-    """As full attention, but blocks behind the window are freed.
+def indexer_layers(model: ModelConfig) -> tuple[bool, ...]:
+    """For each decoder layer, whether it computes top-k indices and so owns an indexer; empty without sparse attention.
 
-    ``in_flight`` tokens may be scheduled before the window moves on; at the start of a step a request holds the window
-    but one token, and the blocks at both ends may be partly filled.
+    ``indexer_types`` says it layer by layer, ``index_topk_pattern`` with letters (``F`` computes, ``S`` shares), else
+    layer l computes iff ``max(l - index_skip_topk_offset + 1, 0)`` is a multiple of ``index_topk_freq``.
     """
+    if model.attention is not AttentionKind.DSA:
+        return ()
+    config = _config(model)
+    layers = model.num_hidden_layers
+    if types := config.get("indexer_types"):
+        return tuple(kind == "full" for kind in types[:layers])
+    if pattern := config.get("index_topk_pattern"):
+        return tuple(letter == "F" for letter in pattern[:layers])
+    every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
+    offset = 2 if offset is None else offset
+    return tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
 
-    window: int
-    in_flight: int = 1
 
-    def blocks(self, tokens: Tokens, dcp: int = 1) -> Tokens:
-        """``ceil(min(window - 1 + in_flight, tokens) / block_size) + 1``, and never more than full attention takes."""
-        if dcp > 1:
-            raise UnsupportedModelError("a sliding-window cache is not split by decode context parallelism")
-        kept = np.minimum(self.window - 1 + self.in_flight, tokens)
-        return np.minimum(-(-kept // self.block_size) + 1, -(-tokens // self.block_size))
+def cache_layers(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    block_size: int,
+    kv_dtype: str,
+    dcp_semantics: str,
+    num_mtp_tokens: int = 0,
+    extra_indexers: Collection[int] = (),
+) -> tuple[CacheLayer, ...]:
+    """Every cache on one rank in the order of layers: those of all pipeline stages together.
+
+    Args:
+        model: facts of the model.
+        parallel: tp and dcp matter.
+        block_size: tokens per physical block. Models with recurrent layers get a larger one, for a block of attention
+            to be no smaller than a state.
+        kv_dtype: name of a format, see :mod:`tensor_cast.engine.kv_formats`.
+        dcp_semantics: see :mod:`tensor_cast.engine.dcp`.
+        num_mtp_tokens: draft tokens per step; above 0 the draft layers have caches.
+        extra_indexers: layers that get an indexer although they share indices.
+
+    Raises:
+        ConfigError: ``kv_dtype`` is no format, or not one for the model's attention.
+    """
+    form = resolve_kv_format(model, kv_dtype)
+    layers, drafts = model.num_hidden_layers, min(model.num_nextn_predict_layers, num_mtp_tokens)
+    if model.attention is not AttentionKind.GQA:
+        latent = MlaSpec(block_size, form.name, model.kv_lora_rank, model.qk_rope_head_dim)
+        out = [CacheLayer(layer, latent) for layer in range(layers + drafts)]
+        if model.attention is AttentionKind.DSA:
+            indexer = _indexer_spec(model, parallel, block_size, form, dcp_semantics)
+            own = indexer_layers(model)
+            at = [i for i in range(layers + drafts) if i >= layers or own[i] or i in extra_indexers]
+            out = sorted([*out, *(CacheLayer(i, indexer) for i in at)], key=lambda cache: cache.layer)
+        return tuple(out)
+    heads = get_semantics(dcp_semantics).local_kv_heads(
+        model.num_key_value_heads, parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    )
+    state = recurrent_state(model)
+    if state is not None:
+        token = FullAttentionSpec(1, form.name, heads, model.head_dim, model.v_head_dim).token_bytes
+        state_bytes = state.nbytes(parallel.tensor_parallel_size, num_mtp_tokens)
+        # A multiple of the kernel's block that makes the page of attention no smaller than a state.
+        block_size = max(block_size, round_up(-(-state_bytes // token), block_size))
+        recurrent = RecurrentSpec(block_size, form.name, state_bytes, 1 + num_mtp_tokens)
+    full = FullAttentionSpec(block_size, form.name, heads, model.head_dim, model.v_head_dim)
+    out = []
+    for layer, window in enumerate((*model.layer_windows, *(None,) * drafts)):
+        spec: KVCacheSpec = full
+        if state is not None and layer < layers and state.layers[layer]:
+            spec = recurrent
+        elif window is not None:
+            spec = SlidingWindowSpec(
+                block_size,
+                form.name,
+                heads,
+                model.head_dim,
+                model.v_head_dim,
+                window,
+                in_flight=1 + num_mtp_tokens,
+            )
+        out.append(CacheLayer(layer, spec))
+    return tuple(out)
 
 
-@dataclass(frozen=True, slots=True)
-class MlaSpec(KVCacheSpec):
-    """One latent and one rope key per token, whatever the number of heads; each TP rank holds them all."""
-
-    kv_lora_rank: int
-    rope_dim: int
-
-    @property
-    def token_bytes(self) -> int:
-        """``kv_lora_rank + rope_dim`` elements."""
-        return (self.kv_lora_rank + self.rope_dim) * bits_of(self.dtype) // 8
+def _indexer_spec(
+    model: ModelConfig, parallel: ParallelConfig, block_size: int, form: KVFormat, dcp_semantics: str
+) -> IndexerSpec:
+    semantics = get_semantics(dcp_semantics)
+    # The RFC describes vllm-ascend; vLLM's own reading goes with its GPU kernels.
+    ascend = semantics.name != "vllm"
+    key_bytes = indexer_token_bytes(int(_config(model).get("index_head_dim") or 128), form, ascend=ascend)
+    # vllm-ascend splits the main cache of sparse attention over DCP ranks and keeps the indexer's whole on each.
+    replicas = parallel.decode_context_parallel_size if ascend else 1
+    return IndexerSpec(block_size, form.name, key_bytes, replicas)
 
 
 def kv_cache_specs(
@@ -115,35 +169,16 @@ def kv_cache_specs(
     dcp_semantics: str,
     num_mtp_tokens: int = 0,
 ) -> tuple[KVCacheSpec, ...]:
-    """The cache of each layer on one rank; with MTP also that of each draft layer.
-
-    Raises:
-        ConfigError: ``kv_dtype`` is no type of a cache.
-        UnsupportedModelError: sparse attention, whose indexer keeps a cache of its own.
-    """
-    if kv_dtype not in KV_DTYPES:
-        raise ConfigError(f"unknown KV cache dtype {kv_dtype!r}; allowed are {', '.join(KV_DTYPES)}")
-    drafts = min(model.num_nextn_predict_layers, num_mtp_tokens)
-    match model.attention:
-        case AttentionKind.DSA:
-            raise UnsupportedModelError(
-                f"{model.model_id}: the indexer cache of sparse attention (DSA) is not modelled yet"
-            )
-        case AttentionKind.MLA:
-            spec = MlaSpec(block_size, kv_dtype, model.kv_lora_rank, model.qk_rope_head_dim)
-            return (spec,) * (model.num_hidden_layers + drafts)
-    heads = get_semantics(dcp_semantics).local_kv_heads(
-        model.num_key_value_heads, parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    """The specs of :func:`cache_layers`, which documents arguments and errors."""
+    caches = cache_layers(
+        model,
+        parallel,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+        dcp_semantics=dcp_semantics,
+        num_mtp_tokens=num_mtp_tokens,
     )
-    full = FullAttentionSpec(block_size, kv_dtype, heads, model.head_dim, model.v_head_dim)
-    by_window = {None: full} | {
-        window: SlidingWindowSpec(
-            block_size, kv_dtype, heads, model.head_dim, model.v_head_dim, window, in_flight=1 + num_mtp_tokens
-        )
-        for window in set(model.layer_windows)
-        if window is not None
-    }
-    return (*(by_window[window] for window in model.layer_windows), *(full,) * drafts)
+    return tuple(cache.spec for cache in caches)
 
 
 def page_bytes(specs: tuple[KVCacheSpec, ...]) -> int:
@@ -179,7 +214,7 @@ def request_kv_bytes(
         int, or an int64 array of the shape of ``tokens``.
 
     Raises:
-        ConfigError, UnsupportedModelError: as :func:`kv_cache_specs`.
+        ConfigError, UnsupportedModelError: as :func:`cache_layers`.
     """
     specs = kv_cache_specs(
         model,

@@ -15,7 +15,7 @@ from tensor_cast.pipeline_partition import (
     unsafe_layers,
 )
 
-#: GLM-5.2 and 5.3: index_topk_freq 4, index_skip_topk_offset 3: layer l computes indices iff max(l - 3 + 1, 0) % 4 == 0.
+#: GLM-5.2 and 5.3, index_topk_freq 4, index_skip_topk_offset 3: layer l computes indices iff max(l - 2, 0) % 4 == 0.
 FULL = tuple(max(layer - 2, 0) % 4 == 0 for layer in range(78))
 
 

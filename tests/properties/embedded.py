@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tensor_cast.core.trace_library import TraceLibrary
+from tensor_cast.engine.recurrent import recurrent_state
 from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import OpRecord, ParamSpec, Part, Phase, Segment, Trace
@@ -30,7 +31,9 @@ FACTOR = int(os.environ.get("PROPERTY_EXAMPLES_FACTOR", "1"))
 
 #: Models with sparse attention; they join when they trace (``test_models_that_do_not_trace`` then says so).
 SPARSE = tuple(n for n in model_names() if load_model_config(n).attention is AttentionKind.DSA)
-MODELS = tuple(n for n in model_names() if n not in SPARSE)
+#: Models with recurrent layers: their caches are described, their layers are not traced.
+RECURRENT = tuple(n for n in model_names() if recurrent_state(load_model_config(n)) is not None)
+MODELS = tuple(n for n in model_names() if n not in SPARSE + RECURRENT)
 DENSE = tuple(n for n in MODELS if not load_model_config(n).is_moe)
 MOE = tuple(n for n in MODELS if load_model_config(n).is_moe)
 DRAFTING = tuple(n for n in MODELS if load_model_config(n).num_nextn_predict_layers)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tensor_cast.engine.kv_cache import (
     KV_DTYPES,
     FullAttentionSpec,
+    IndexerSpec,
+    KVCacheSpec,
     MlaSpec,
     SlidingWindowSpec,
     kv_cache_specs,
@@ -66,9 +68,19 @@ def kv(
         (FullAttentionSpec(128, "int8", 2, 128, 128), 512, 65_536),
         (MlaSpec(64, "bfloat16", 512, 64), 1_152, 73_728),
         (MlaSpec(128, "float8_e4m3fn", 512, 64), 576, 73_728),
+        (MlaSpec(64, "fp8_ds_mla", 512, 64), 656, 41_984),
+        (MlaSpec(64, "nvfp4_ds_mla", 512, 64), 352, 22_528),
+        # 2 heads: K and V of 128 bytes each and two float32 scales; 64 bytes each with 4 bits.
+        (FullAttentionSpec(16, "int8_per_token_head", 2, 128, 128), 528, 8_448),
+        (FullAttentionSpec(16, "fp8_per_token_head", 2, 128, 128), 528, 8_448),
+        (FullAttentionSpec(16, "int4_per_token_head", 2, 128, 128), 272, 4_352),
+        # 2 * 2 head slots of 64 bytes and 8 scales.
+        (FullAttentionSpec(16, "nvfp4", 2, 128, 128), 288, 4_608),
+        (IndexerSpec(64, "bfloat16", 132), 132, 8_448),
+        (IndexerSpec(128, "bfloat16", 256, replicas=8), 2_048, 262_144),
     ],
 )
-def test_a_spec_knows_its_bytes(spec: FullAttentionSpec | MlaSpec, token: int, page: int) -> None:
+def test_a_spec_knows_its_bytes(spec: KVCacheSpec, token: int, page: int) -> None:
     assert (spec.token_bytes, spec.page_bytes) == (token, page)
 
 
@@ -185,7 +197,11 @@ def test_arrays_and_numbers_agree(tokens: list[int]) -> None:
 def test_errors() -> None:
     with pytest.raises(ConfigError, match=f"unknown KV cache dtype 'fp4'; allowed are {', '.join(KV_DTYPES)}"):
         kv(R1, 1, dtype="fp4")
-    with pytest.raises(UnsupportedModelError, match="indexer cache of sparse attention"):
-        kv(load_model_config("zai-org/GLM-5.3"), 1)
+    with pytest.raises(
+        ConfigError, match=r"fp8_ds_mla stores latents; .*Llama.* uses gqa attention; allowed are bfloat16"
+    ):
+        kv(LLAMA_8B, 1, dtype="fp8_ds_mla")
+    with pytest.raises(ConfigError, match="int8_per_token_head stores heads of K and V"):
+        kv(R1, 1, dtype="int8_per_token_head")
     with pytest.raises(UnsupportedModelError, match="sliding-window cache is not split"):
         kv(GPT_OSS, 1, tp=16, dcp=2)
