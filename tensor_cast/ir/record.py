@@ -37,6 +37,7 @@ class Kind(StrEnum):
     ACTIVATION = "activation"
     WEIGHT = "weight"
     KV = "kv"  # the paged cache and what is read from it
+    INDEXER = "indexer"  # the paged cache of an indexer's keys, which has a format of its own, and what is read from it
     INDEX = "index"  # token ids, positions, block_table, slot_mapping, expert ids
 
 
