@@ -118,6 +118,7 @@ def read_facts(config: Config, where: str) -> dict[str, Any]:
         "moe_layers": _moe_layers(config, layers, experts, reader),
     }
     facts |= _attention(config, facts["hidden_size"], reader)
+    facts |= _indexer(config, layers, reader) if facts["attention"] == "dsa" else {"indexer_layers": (False,) * layers}
     facts |= _experts(config, model_type, experts, facts["moe_layers"], reader)
     return facts
 
@@ -186,7 +187,9 @@ def _quantization(config: Config, where: str) -> Config | None:
 
 def _refuse_unknown_layers(config: Config, model_type: str) -> None:
     layer_types = {kind for kind in config.get("layer_types") or () if isinstance(kind, str)}
-    kinds = sorted(layer_types & {"linear_attention", "mamba", "recurrent", "conv", "hybrid"})
+    # Gated delta nets are described where their sizes are given (tensor_cast.engine.recurrent).
+    known = {"linear_attention"} if "linear_num_value_heads" in config else set()
+    kinds = sorted(layer_types & {"linear_attention", "mamba", "recurrent", "conv", "hybrid"} - known)
     if kinds or "hybrid_override_pattern" in config or "layers_block_type" in config:
         what = f"{', '.join(kinds)} layers" if kinds else "recurrent layers"
         raise UnsupportedModelError(f"{model_type}: {what} keep a state instead of a KV cache; not modelled yet")
@@ -228,6 +231,39 @@ def _attention(config: Config, hidden: int, reader: _Reader) -> dict[str, Any]:
             )
         head_dim = hidden // heads
     return facts | {"attention": "gqa", "head_dim": head_dim, "v_head_dim": head_dim}
+
+
+def _indexer(config: Config, layers: int, reader: _Reader) -> dict[str, Any]:
+    """Sizes of the indexer of sparse attention, and which layers have one of their own.
+
+    The others reuse the choice of the last one that does.
+    """
+    facts = {
+        "index_topk": reader.size(("index_topk",)),
+        "index_n_heads": reader.size(("index_n_heads",)),
+        "index_head_dim": reader.size(("index_head_dim",)),
+    }
+    if config.get("indexer_types") is not None:
+        field = "indexer_types"
+        own = tuple(kind == "full" for kind in reader.items(field, layers))
+    elif config.get("index_topk_pattern") is not None:
+        field = "index_topk_pattern"
+        pattern = config[field]
+        listed = list(pattern) if isinstance(pattern, str) else reader.items(field, layers)
+        if len(listed) != layers or any(kind not in ("F", "S", "full", "shared") for kind in listed):
+            raise ConfigError(
+                f"{reader.where}: field {field}: found {pattern!r}; allowed are {layers} times F (full) or S (shared)"
+            )
+        own = tuple(kind in ("F", "full") for kind in listed)
+    else:
+        field = "index_topk_freq"
+        every = reader.optional((field,)) or 1
+        offset = config.get("index_skip_topk_offset")
+        offset = 2 if offset is None else reader.optional(("index_skip_topk_offset",))
+        own = tuple(max(i - offset + 1, 0) % every == 0 for i in range(layers))
+    if not own[0]:
+        raise ConfigError(f"{reader.where}: field {field}: the first layer must be full, it has nothing to share")
+    return facts | {"indexer_layers": own}
 
 
 def _layer_windows(config: Config, model_type: str, layers: int, reader: _Reader) -> tuple[int | None, ...]:

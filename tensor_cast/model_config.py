@@ -54,7 +54,9 @@ class ModelConfig:
 
     ``hf_config`` is the text model's configuration as loaded (canonical JSON text, so that the value is hashable);
     ``digest`` identifies it. ``layer_windows[i]`` is the sliding window of layer i, or None for full attention;
-    ``moe_layers[i]`` says whether layer i routes to experts. Sizes a model does not have are 0;
+    ``moe_layers[i]`` says whether layer i routes to experts, ``indexer_layers[i]`` whether it chooses the tokens of
+    sparse attention itself (the other layers of a DSA model reuse the choice of the last one that does). Sizes a model
+    does not have are 0;
     ``intermediate_size`` is that of a dense layer, ``shared_expert_intermediate_size`` that of all shared experts
     together. For MLA ``head_dim`` is that of query and key (nope + rope), ``num_key_value_heads`` counts the expanded
     heads of prefill.
@@ -78,10 +80,14 @@ class ModelConfig:
     attention: AttentionKind
     layer_windows: tuple[int | None, ...]
     moe_layers: tuple[bool, ...]
+    indexer_layers: tuple[bool, ...] = ()
     kv_lora_rank: int = 0
     q_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
+    index_topk: int = 0
+    index_n_heads: int = 0
+    index_head_dim: int = 0
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0

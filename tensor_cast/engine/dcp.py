@@ -11,6 +11,11 @@ local KV heads   max(1, h_kv // tp)                 max(1, h_kv // tp)          
 collectives      all_gather Q, all_to_all of        all_gather Q, all_gather lse,   all_gather Q, all_to_all of
 ..               out and lse in float32             reduce_scatter out              out and lse in float32
 merged, MLA      latent (kv_lora_rank), W_UV after  latent, W_UV after              v_head_dim, W_UV before
+DSA, indexer     its cache whole on every rank      its cache split too; where a    not covered: refused
+..               (dcp = tp only)                    layer chooses, all_gather of
+..                                                  each rank's best (score, id)
+DSA, merge       all_to_all of out in the model's   as above
+..               dtype, all_to_all of lse
 ================ ================================== =============================== ==============================
 
 Sources: vLLM 0.28 to 0.33 (config/parallel.py, config/model.py, attention layers), vllm-ascend main of August 2026
@@ -41,7 +46,7 @@ class Collective:
 
     Args:
         op: name of the functional collective, as a trace has it.
-        what: what it moves: ``q``, ``out``, ``lse`` or ``out+lse``.
+        what: what it moves: ``q``, ``out``, ``lse``, ``out+lse`` or ``candidates`` of an indexer.
         elements: of the local input buffer.
         dtype: of the buffer.
     """
@@ -67,6 +72,8 @@ class DcpSemantics(ABC):
     merge_op: ClassVar[str]
     #: dtype of the partial outputs on the wire; None is the model's. The lse always travels in float32.
     merge_dtype: ClassVar[str | None]
+    #: Whether each rank keeps the indexer keys of the whole sequence (sparse attention).
+    replicates_indexer: ClassVar[bool] = False
 
     def violations(self, model: ModelConfig, tp: int, dcp: int) -> list[LegalityError]:
         """Rules about heads that (tp, dcp) breaks for ``model``; empty if it is legal. dcp = 1 always is."""
@@ -122,7 +129,21 @@ class DcpSemantics(ABC):
         query_dim = model.kv_lora_rank + model.qk_rope_head_dim if latent else model.head_dim
         heads = model.num_attention_heads // tp
         gather = Collective(_ALL_GATHER, "q", heads * query_dim, dtype)
-        return (gather, *self._merge(heads * dcp, self.merge_width(model), dtype))
+        merge = self._sparse_merge if model.attention is AttentionKind.DSA else self._merge
+        return (gather, *merge(heads * dcp, self.merge_width(model), dtype))
+
+    def indexer_collectives(self, model: ModelConfig, dcp: int) -> tuple[Collective, ...]:
+        """What a layer that chooses tokens (``ModelConfig.indexer_layers``) adds before them, likewise.
+
+        Each rank's best ``index_topk`` local tokens as (score, id) in float32: with fewer tokens in its part of the
+        context a rank hands in those.
+        """
+        if dcp == 1 or model.attention is not AttentionKind.DSA or self.replicates_indexer:
+            return ()
+        return (Collective(_ALL_GATHER, "candidates", 2 * model.index_topk, "float32"),)
+
+    def _sparse_merge(self, heads: int, width: int, dtype: str) -> tuple[Collective, ...]:
+        return self._merge(heads, width, dtype)
 
     def _merge(self, heads: int, width: int, dtype: str) -> tuple[Collective, ...]:
         # out and lse side by side: one more element per head.
@@ -190,6 +211,13 @@ class VllmAscend(_Engine):
     name = "vllm-ascend"
     merge_op = _ALL_TO_ALL
     merge_dtype = "float32"
+    replicates_indexer = True
+
+    def _sparse_merge(self, heads: int, width: int, dtype: str) -> tuple[Collective, ...]:
+        return (
+            Collective(_ALL_TO_ALL, "out", heads * width, dtype),
+            Collective(_ALL_TO_ALL, "lse", heads, "float32"),
+        )
 
     def violations(self, model: ModelConfig, tp: int, dcp: int) -> list[LegalityError]:
         """As everywhere, and sparse attention shards its cache over the whole TP group or not at all."""
@@ -230,6 +258,19 @@ class Rfc(DcpSemantics):
     merges_latent = False
     merge_op = _ALL_TO_ALL
     merge_dtype = "float32"
+
+    def violations(self, model: ModelConfig, tp: int, dcp: int) -> list[LegalityError]:
+        """As everywhere; sparse attention is not what the RFC describes."""
+        if dcp > 1 and model.attention is AttentionKind.DSA:
+            return [
+                LegalityError(
+                    "dcp.sparse_attention",
+                    "attention over the whole context: the RFC says nothing of sparse attention (DSA, SFA)",
+                    f"dcp_size {dcp}, {model.model_id} attends to {model.index_topk} chosen tokens",
+                    "set dcp_size to 1, or dcp_semantics to vllm or vllm-ascend",
+                )
+            ]
+        return super().violations(model, tp, dcp)
 
     def _gqa_violations(self, h: int, h_kv: int, tp: int, dcp: int) -> list[LegalityError]:
         have = f"tp_size {tp}, dcp_size {dcp}, {h_kv} KV heads"

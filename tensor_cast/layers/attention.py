@@ -39,6 +39,11 @@ class HeadsCore:
     kv_heads: int
     head_dim: int
 
+    @property
+    def cache_key(self) -> int:
+        """Key of its cache."""
+        return self.layer_idx
+
     def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of the paged cache: keys and values, blocks, tokens per block, heads, width."""
         return (2, num_blocks, block_size, self.kv_heads, self.head_dim)
@@ -75,7 +80,8 @@ def attention_forward(
         sliding_window: tokens a query sees, itself included; None for all.
         softcap: cap of the scores through tanh.
         s_aux: [h] extra logits in the softmax denominator.
-        kwargs: what else an architecture passes; nothing in it changes inference.
+        kwargs: what else an architecture passes. ``indices`` [B, Q, K'] are the tokens that sparse attention reads;
+            nothing else in it changes inference.
 
     Returns:
         ([B, Q, h, Dv], None).
@@ -84,7 +90,7 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     enter_scope(Scope.SEQUENCE)
     if isinstance(core, LatentCore):
-        out = _latent(core, module, query, key, value, scale, sliding_window)
+        out = _latent(core, module, query, key, value, scale, sliding_window, kwargs.get("indices"))
     else:
         out = _heads(core, query, key, value, scale, sliding_window, softcap, s_aux)
     # The model flattens the heads next; where that needs a copy, the copy belongs to attention.
@@ -132,10 +138,10 @@ def _attend(core, step, q, keys, values, scale, window, softcap, sinks):
     return EXCHANGES.get(ctx.dcp_semantics)(*results, sinks, ctx)
 
 
-def _latent(core, module, query, key, value, scale, window):
+def _latent(core, module, query, key, value, scale, window, indices):
     step = current_step()
-    if step.phase is Phase.DECODE:
-        return absorbed_attention(core, module, query, key, scale, window)
+    if not core.expands(step.phase):
+        return absorbed_attention(core, module, query, key, scale, window, indices)
     return _attend(
         core, step, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, window, None, None
     )

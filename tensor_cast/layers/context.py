@@ -93,6 +93,15 @@ class ParallelContext:
         return replace(self, rank=rank)
 
 
+#: Names a paged cache: a layer's index, or :func:`indexer_key` of one.
+CacheKey = int | str
+
+
+def indexer_key(layer: int) -> str:
+    """Key of the cache that the indexer of a layer keeps beside the layer's own."""
+    return f"indexer.{layer}"
+
+
 @dataclass
 class Step:
     """One forward pass.
@@ -103,7 +112,7 @@ class Step:
         seq_len: S, tokens in the longest sequence, this step's included.
         block_table: [B, blocks per request] int32, [B * Q, ...] when DCP flattens it.
         slot_mapping: [B * Q] int32, cache slot of each token; -1 where another rank owns it.
-        kv_caches: paged cache by layer index.
+        kv_caches: paged caches by key: of attention the layer index, of an indexer see :func:`indexer_key`.
     """
 
     phase: Phase
@@ -111,7 +120,7 @@ class Step:
     seq_len: int
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
-    kv_caches: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    kv_caches: Mapping[CacheKey, torch.Tensor] = field(default_factory=dict)
 
 
 _step: ContextVar[Step | None] = ContextVar("tensor_cast_step", default=None)

@@ -9,6 +9,8 @@ vllm-ascend   all_gather Q, model dtype    all_to_all_single(out and lse packed,
 rfc           all_gather Q, model dtype    the same; for MLA in value space, W_UV applied before
 vllm          all_gather Q, model dtype    all_gather lse float32, reduce_scatter out, model dtype
 ============  ===========================  ======================================================
+
+Sparse attention (DSA): vllm as above; vllm-ascend all_to_all_single of out in the model's dtype and of lse in float32.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from tensor_cast.registry import Registry
 Exchange = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", ParallelContext], torch.Tensor]
 
 EXCHANGES: Registry[Exchange] = Registry("DCP semantics")
+#: The same for sparse attention; the RFC does not cover it.
+SPARSE_EXCHANGES: Registry[Exchange] = Registry("DCP semantics of sparse attention")
 
 
 def gather_query_heads(q: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
@@ -36,9 +40,9 @@ def gather_query_heads(q: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
 def exchange_packed(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, ctx: ParallelContext
 ) -> torch.Tensor:
-    """One all_to_all of out and lse packed in float32 as [G, D + 1, T], then a local merge."""
+    """One all_to_all of out and lse packed as [G, D + 1, T] in the type of the lse (float32), then a local merge."""
     batch, queries, heads, width = out.shape
-    packed = torch.cat([out.to(torch.float32), lse[..., None]], dim=-1)
+    packed = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)
     packed = packed.permute(2, 3, 0, 1).reshape(heads, width + 1, batch * queries)
     received = all_to_all(packed, "dcp", ctx.dcp)
     # [dcp, hl, D + 1, B, Q]: slice i is what rank i's part of the context says about this rank's heads.
@@ -46,6 +50,21 @@ def exchange_packed(
     return ops.merge_attention(parts[..., :width], parts[..., width], sinks, out.dtype, ctx.dcp)
 
 
+@SPARSE_EXCHANGES.register("vllm-ascend")
+def exchange_separate(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, ctx: ParallelContext
+) -> torch.Tensor:
+    """An all_to_all of out [G, T, D] in its own dtype and one of lse [G, T] in float32, then a local merge."""
+    batch, queries, heads, width = out.shape
+    hl = heads // ctx.dcp
+    outs = all_to_all(out.permute(2, 0, 1, 3).reshape(heads, batch * queries, width), "dcp", ctx.dcp)
+    lses = all_to_all(lse.permute(2, 0, 1).reshape(heads, batch * queries), "dcp", ctx.dcp)
+    outs = outs.view(ctx.dcp, hl, batch, queries, width).permute(0, 2, 3, 1, 4)
+    lses = lses.view(ctx.dcp, hl, batch, queries).permute(0, 2, 3, 1)
+    return ops.merge_attention(outs, lses, sinks, out.dtype, ctx.dcp)
+
+
+@SPARSE_EXCHANGES.register("vllm")
 @EXCHANGES.register("vllm")
 def exchange_scattered(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, ctx: ParallelContext

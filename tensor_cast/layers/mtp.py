@@ -52,17 +52,19 @@ class DraftModules:
 
     @classmethod
     def like(cls, anatomy: Anatomy, dtype: torch.dtype) -> DraftModules:
-        """Modules of the right shape. The layer shares the last layer's weights until it is given its own."""
+        """Modules of the right shape. The layer shares the weights of the one it is like until it is given its own."""
         _, norm = final_norm(anatomy)
         hidden = anatomy.model.config.hidden_size
-        return cls(DraftProjection(norm, hidden, dtype), anatomy.layers[-1], new_norm(norm, hidden, dtype))
+        layer = anatomy.layers[anatomy.draft_source]
+        return cls(DraftProjection(norm, hidden, dtype), layer, new_norm(norm, hidden, dtype))
 
     def named(self, anatomy: Anatomy) -> DraftModules:
         """Copies that know their names: those of a layer after the last, as in DeepSeek's checkpoints."""
         path = anatomy.layer_path(len(anatomy.layers))
         layer = clone_tree(self.layer, path)
-        attention = layer.get_submodule(anatomy.regions[-1].attention)
-        attention.layer_idx = len(anatomy.layers)
+        for module in layer.get_submodule(anatomy.regions[anatomy.draft_source].attention).modules():
+            if "layer_idx" in module.__dict__:
+                module.layer_idx = len(anatomy.layers)
         return DraftModules(clone_tree(self.projection, path), layer, clone_tree(self.norm, f"{path}.shared_head.norm"))
 
 

@@ -19,12 +19,15 @@ from transformers import PreTrainedModel
 from tensor_cast import ops
 from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.ir.record import Scope
-from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
+from tensor_cast.layers.context import CacheKey, ParallelContext, Step, enter_scope, running
 from tensor_cast.layers.modules import clone_tree, wrap_forward
 from tensor_cast.layers.mtp import DraftModules, feed_hidden, final_norm
 from tensor_cast.layers.plan import ShardPlan
 from tensor_cast.layers.sharding import Sharder
-from tensor_cast.layers.structure import LayerRegions, find_layers, find_regions, is_experts
+from tensor_cast.layers.structure import LayerRegions, find_layers, find_regions, is_experts, is_sparse
+
+#: Argument through which layers of sparse attention hand on what the last indexer chose.
+SHARED_CHOICE = "prev_topk_indices"
 
 
 @dataclass
@@ -58,6 +61,19 @@ class Anatomy:
         """First name of each parameter and buffer, by identity."""
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         return {id(tensor): name for name, tensor in reversed(named)}
+
+    @property
+    def draft_source(self) -> int:
+        """The layer that a draft module's layer is built like: the last one, with an indexer where there are any.
+
+        A draft module of sparse attention chooses its tokens itself, also where the last layer does not.
+        """
+        last = len(self.layers) - 1
+        for index in range(last, -1, -1):
+            attention = self.layers[index].get_submodule(self.regions[index].attention)
+            if is_sparse(attention) and attention.indexer is not None:
+                return index
+        return last
 
     def _named(self, module: nn.Module | None) -> str:
         for path, candidate in self.model.named_modules():
@@ -121,6 +137,8 @@ class SkippedLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The input, in the form in which a layer returns its output."""
+        if SHARED_CHOICE in kwargs:  # sparse attention hands the chosen tokens from layer to layer
+            return hidden_states, kwargs[SHARED_CHOICE]
         return (hidden_states,) if self._output_is_tuple[0] else hidden_states
 
 
@@ -141,9 +159,9 @@ class RankProgram:
         self._can_keep_last = "logits_to_keep" in inspect.signature(type(anatomy.model).forward).parameters
         wrap_forward(self.model.get_submodule(anatomy.head.path), _sampling)
 
-    def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """Paged KV caches by layer index, zeroed."""
-        return {c.layer_idx: torch.zeros(c.cache_shape(num_blocks, block_size), dtype=dtype) for c in cores(self.model)}
+    def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> dict[CacheKey, torch.Tensor]:
+        """Paged caches by key (:class:`Step`), zeroed."""
+        return {c.cache_key: torch.zeros(c.cache_shape(num_blocks, block_size), dtype=dtype) for c in cores(self.model)}
 
     def __call__(self, ids: torch.Tensor, step: Step, *, last_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step.
@@ -173,16 +191,16 @@ class DraftProgram(RankProgram):
 
     def __init__(self, anatomy: Anatomy, ctx: ParallelContext, modules: DraftModules) -> None:
         own = modules.named(anatomy)
-        last, tuples = len(anatomy.layers) - 1, [False]
+        place, tuples = anatomy.draft_source, [False]
         stand_ins: dict[str, nn.Module] = {
-            anatomy.layer_path(i): SkippedLayer(anatomy.layers[i], tuples) for i in range(last)
+            anatomy.layer_path(i): SkippedLayer(layer, tuples) for i, layer in enumerate(anatomy.layers) if i != place
         }
-        stand_ins[anatomy.layer_path(last)] = own.layer
+        stand_ins[anatomy.layer_path(place)] = own.layer
         stand_ins[final_norm(anatomy)[0]] = own.norm
         super().__init__(anatomy, ctx, stand_ins)
-        names = anatomy.regions[last]
+        names, path = anatomy.regions[place], anatomy.layer_path(len(anatomy.layers))
         for name in (names.attention, *names.ffn):
-            self.sharder.cut_in_place(own.layer.get_submodule(name), f"{anatomy.layer_path(last + 1)}.{name}")
+            self.sharder.cut_in_place(own.layer.get_submodule(name), f"{path}.{name}")
         self._hidden: torch.Tensor | None = None
         feed_hidden(self.model.get_submodule(anatomy.embedding.path), own.projection, lambda: self._hidden)
 
@@ -200,7 +218,7 @@ class DraftProgram(RankProgram):
 
 
 def cores(root: nn.Module) -> list[Any]:
-    """What the attention modules under ``root`` know of their rank, in order."""
+    """What the attention modules and indexers under ``root`` know of their rank, in order."""
     return [m.__dict__["attention_core"] for m in root.modules() if "attention_core" in m.__dict__]
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import LegalityError
 from tensor_cast.ir.record import ParamSpec, Role
-from tensor_cast.layers import mla
+from tensor_cast.layers import indexer, mla
 from tensor_cast.layers.attention import HeadsCore
 from tensor_cast.layers.collectives import all_gather, all_reduce
 from tensor_cast.layers.context import ParallelContext
@@ -24,7 +24,7 @@ from tensor_cast.layers.embedding import make_vocab_parallel, padded_vocab
 from tensor_cast.layers.modules import clone_tree, on_first_tensor, path_of, wrap_forward
 from tensor_cast.layers.moe import ExpertsCore, split_range
 from tensor_cast.layers.plan import ModuleRule, ShardPlan, Split
-from tensor_cast.layers.structure import is_attention, is_experts, is_mla
+from tensor_cast.layers.structure import is_attention, is_experts, is_mla, is_sparse
 
 
 def _need(condition: bool, rule: str, need: str, have: str) -> None:
@@ -97,7 +97,8 @@ class Sharder:
         if "norm" in type(module).__name__.lower():
             return Role.NORM
         if isinstance(module, nn.Linear):
-            if name != "weight":
+            # Engines multiply by these two of an indexer together and in the model's dtype, whatever the checkpoint.
+            if name != "weight" or path.endswith(indexer.UNQUANTISED):
                 return Role.OTHER
             return Role.ROUTER if routed and module.weight.shape[0] == 1 else Role.LINEAR
         tensor = module._parameters.get(name)
@@ -175,7 +176,11 @@ class Sharder:
         ctx = self._ctx
         if is_mla(module):
             widths = (module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim)
-            mla.install(module, mla.LatentCore(ctx, module.layer_idx, *widths))
+            sparse = is_sparse(module)
+            topk = module.config.index_topk if sparse else 0
+            mla.install(module, mla.LatentCore(ctx, module.layer_idx, *widths, topk))
+            if sparse and module.indexer is not None:
+                indexer.install(module.indexer, ctx)
             return
         head_dim = module.head_dim
         value = getattr(module, "v_proj", None)

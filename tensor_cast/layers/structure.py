@@ -31,6 +31,11 @@ def is_mla(module: nn.Module) -> bool:
     return isinstance(getattr(module, "kv_b_proj", None), nn.Linear) and hasattr(module, "expand_kv")
 
 
+def is_sparse(module: nn.Module) -> bool:
+    """Whether the module attends to tokens that an indexer chose (DSA), its own or that of an earlier layer."""
+    return is_mla(module) and hasattr(module, "indexer")
+
+
 def is_gqa(module: nn.Module) -> bool:
     """Whether the module has separate query, key and value projections."""
     return all(isinstance(getattr(module, name, None), nn.Linear) for name in _QKV) and bool(attention_output(module))

@@ -40,10 +40,13 @@ def hf_config(model: ModelConfig) -> Any:
         ConfigError: the configuration cannot be read.
     """
     values = json.loads(model.hf_config)
-    if model.attention is AttentionKind.DSA or "index_topk" in values:
-        raise UnsupportedModelError(
-            f"{model.model_id} uses sparse attention with an indexer (DSA), which comes in a later version."
-        )
+    if model.attention is AttentionKind.DSA:
+        # One list for whatever the file says; Transformers trips over frequencies that are written but null.
+        values["indexer_types"] = ["full" if own else "shared" for own in model.indexer_layers]
+        for key in ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"):
+            values.pop(key, None)
+    elif "index_topk" in values:
+        raise UnsupportedModelError(f"{model.model_id} has an indexer but no latent attention; that is not known here.")
     if values.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{model.model_id} is an encoder-decoder model; only decoders are traced.")
     kind = ALIASES.get(values.get("model_type", model.model_type), values.get("model_type", model.model_type))

@@ -10,6 +10,10 @@ from torch import nn
 _IGNORED = frozenset(["layer_idx", "layer_id", "layer_index", "training"])
 
 
+#: Per-layer lists whose meaning shows in the modules: a layer that chooses tokens has an indexer, the others have none.
+_SHOWN_BY_MODULES = frozenset(["indexer_types"])
+
+
 def signature(module: nn.Module) -> Hashable:
     """What a module tree does, as far as structure tells: classes, parameter shapes and types, plain attributes."""
     parts: list[Hashable] = []
@@ -34,7 +38,7 @@ def config_signature(config: Any, layer: int, count: int) -> Hashable:
     return tuple(
         (key, str(value[layer]))
         for key, value in sorted(vars(config).items())
-        if isinstance(value, list | tuple) and len(value) == count
+        if isinstance(value, list | tuple) and len(value) == count and key not in _SHOWN_BY_MODULES
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensor_cast.ir.record import Phase
+from tensor_cast.ir.record import Kind, Phase
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.modules import path_of
 from tensor_cast.layers.program import cores
@@ -47,20 +47,23 @@ class FakeInputs:
         size = self.space.sizes
         rows = size.B * size.Q if ctx.dcp > 1 and phase is Phase.DECODE else size.B
         blocks = blocks_per_request(size.S, block_size, ctx.dcp)
-        shapes = {core.layer_idx: core.cache_shape(size.B * blocks, block_size) for core in cores(root)}
+        shapes = {core.cache_key: core.cache_shape(size.B * blocks, block_size) for core in cores(root)}
         return Step(
             phase=phase,
             positions=torch.empty(size.B, size.Q, dtype=torch.int64),
             seq_len=size.S,
             block_table=torch.empty(rows, blocks, dtype=torch.int32),
             slot_mapping=torch.empty(size.B * size.Q, dtype=torch.int32),
-            kv_caches={index: torch.empty(shape, dtype=self.dtype) for index, shape in shapes.items()},
+            kv_caches={key: torch.empty(shape, dtype=self.dtype) for key, shape in shapes.items()},
         )
 
     def recorder(self, root: nn.Module, step: Step, ctx: ParallelContext) -> Recorder:
         """A recorder that knows the weights under ``root`` and the caches of ``step``."""
         sizes = {"tp": ctx.tp, "dcp": ctx.dcp, "dp": ctx.moe_dispatch, "ep": ctx.ep}
-        caches = frozenset(storage_key(t) for t in step.kv_caches.values())
+        caches = {
+            storage_key(cache): Kind.KV if isinstance(key, int) else Kind.INDEXER
+            for key, cache in step.kv_caches.items()
+        }
         return Recorder(self.space.dim, sizes, _weights(root), caches)
 
 

@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
         dim: turns a torch size into a dimension of ours.
         group_sizes: ranks per collective axis.
         weights: storage of each parameter and buffer -> its full name.
-        caches: storages of KV caches.
+        caches: storages of paged caches -> their kind.
 
     ``events`` holds :class:`OpRecord` and :class:`Marker` in order.
     """
@@ -56,14 +56,14 @@ class Recorder(TorchDispatchMode):
         dim: Callable[[Any], Dim],
         group_sizes: Mapping[str, int],
         weights: Mapping[int, str],
-        caches: frozenset[int] = frozenset(),
+        caches: Mapping[int, Kind] | None = None,
     ) -> None:
         super().__init__()
         self.events: list[OpRecord | Marker] = []
         self._dim = dim
         self._group_sizes = group_sizes
         self._weights = weights
-        self._kv = set(caches)
+        self._caches = dict(caches or {})
         self._ids: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed meanwhile
         self._modules: list[str] = [""]
@@ -89,8 +89,8 @@ class Recorder(TorchDispatchMode):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if name:
             kind = Kind.WEIGHT
-        elif key in self._kv:
-            kind = Kind.KV
+        elif key in self._caches:
+            kind = self._caches[key]
         else:
             kind = Kind.ACTIVATION if tensor.dtype.is_floating_point or dtype == "bool" else Kind.INDEX
         return TensorSpec(tuple(map(self._dim, tensor.shape)), dtype, kind, name)
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         outputs = tensors_in(result)
         inputs = tensors_in((args, kwargs))
         if name == "tensor_cast.gather_kv":
-            self._kv.update(storage_key(t) for t in outputs)
+            self._caches |= dict.fromkeys(map(storage_key, outputs), self._caches[storage_key(inputs[0])])
         mutates = schema.is_mutable
         if name in _NOTHING or (not outputs and not mutates):
             if name == "_c10d_functional.wait_tensor":

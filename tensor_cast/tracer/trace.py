@@ -158,20 +158,20 @@ class ModelTracer:
         return tuple(sharder.whole)
 
     def _draft(self, slots: list[Slot], parts: dict[str, Part]) -> tuple[Slot, ...]:
-        """Slots of the draft module: its own projection and norm around a layer like the last one."""
+        """Slots of the draft module: its own projection and norm around a layer like one of the model's last."""
         count = len(self.anatomy.layers)
         own = DraftModules.like(self.anatomy, self.inputs.dtype).named(self.anatomy)
         x, y = self.inputs.hidden(), self.inputs.hidden()
         parts["draft/project"] = self._run_part("draft/project", own.projection, (x, y))
         parts["draft/norm"] = self._run_part("draft/norm", own.norm, (x,))
-        last = next(members for members in self.groups.values() if count - 1 in members)
+        like = next(members for members in self.groups.values() if self.anatomy.draft_source in members)
         before = slots[: next(i for i, slot in enumerate(slots) if slot.layers)]
         embed = next(i for i, slot in enumerate(before) if slot.role == "embed") + 1
         return (
             *before[:embed],
             Slot("draft", "project"),
             *before[embed:],
-            *(replace(s, layers=(count,)) for s in slots if s.layers == last),
+            *(replace(s, layers=(count,)) for s in slots if s.layers == like),
             Slot("draft", "norm"),
             *(s for s in slots if s.role in ("head", "tail")),
         )

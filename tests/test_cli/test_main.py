@@ -77,7 +77,6 @@ def test_models_table_and_json(run):
         (("trace", "Qwen/Qwen3-8B", "--dcp-semantics", "nope"), "vllm-ascend"),
         (("trace", "Qwen/Qwen3-8B", "--quantize-linear-action", "W3A3"), "W8A8_DYNAMIC"),
         (("trace", "Qwen/Qwen3-8B", "--query-len", "8", "--context-len", "4"), "context length 4"),
-        (("trace", "zai-org/GLM-5.3"), "DSA"),
         (("text_generate", "Qwen/Qwen3-8B", "--device", "H200", "--decode"), "H200_SXM"),
         (("text_generate", "Qwen/Qwen3-8B", "--device", "H200_SXM"), "length"),
         (("text_generate", "Qwen/Qwen3-8B", "--device", "H200_SXM", "--decode", "--num-mtp-tokens", "1"), "mtp"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensor_cast.engine.dcp import get_semantics, local_tokens, owner, semantics_names
 from tensor_cast.errors import UnknownNameError
 from tensor_cast.model_catalog import load_model_config
-from tensor_cast.model_config import ModelConfig
+from tensor_cast.model_config import AttentionKind, ModelConfig
 
 R1 = load_model_config("deepseek-ai/DeepSeek-R1")
 GLM = load_model_config("zai-org/GLM-5.3")
@@ -196,8 +196,33 @@ def test_volumes_gqa() -> None:
 
 @pytest.mark.parametrize(("dcp", "merge"), [(8, 131_328), (4, 65_664)])
 def test_volumes_of_64_heads(dcp: int, merge: int) -> None:
-    gather, exchange = volumes("vllm-ascend", GLM, 8, dcp)
+    gather, exchange = volumes("vllm-ascend", replace(GLM, attention=AttentionKind.MLA), 8, dcp)
     assert (gather[2], exchange[2]) == (9_216, merge)
+
+
+def test_volumes_of_sparse_attention() -> None:
+    # GLM: 64 heads, latent 512, rope 64. vllm-ascend (SFA): out stays in bf16, lse apart, in float32.
+    gather = ("all_gather_into_tensor", "q", 8 * 576 * 2)
+    assert volumes("vllm-ascend", GLM, 8, 8) == [
+        gather,
+        ("all_to_all_single", "out", 64 * 512 * 2),
+        ("all_to_all_single", "lse", 64 * 4),
+    ]
+    assert [v[1] for v in volumes("vllm", GLM, 8, 8)] == ["q", "lse", "out"]
+
+
+def test_candidates_of_an_indexer() -> None:
+    """(score, id) in float32 of the 2048 best tokens: 16 KiB per token, where the indexer's cache is split."""
+    (candidates,) = get_semantics("vllm").indexer_collectives(GLM, 8)
+    assert (candidates.op, candidates.nbytes) == ("all_gather_into_tensor", 16_384)
+    assert get_semantics("vllm").indexer_collectives(GLM, 1) == ()
+    assert get_semantics("vllm").indexer_collectives(R1, 8) == ()
+    assert get_semantics("vllm-ascend").indexer_collectives(GLM, 8) == ()
+
+
+def test_the_rfc_does_not_cover_sparse_attention() -> None:
+    (error,) = get_semantics("rfc").violations(GLM, 8, 8)
+    assert (error.rule, get_semantics("rfc").violations(GLM, 8, 1)) == ("dcp.sparse_attention", [])
 
 
 @pytest.mark.parametrize("semantics", semantics_names())

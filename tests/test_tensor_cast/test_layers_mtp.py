@@ -17,7 +17,7 @@ from tensor_cast.layers.program import Anatomy, DraftProgram
 from tensor_cast.ops.kv_layout import blocks_per_request, slot_mapping
 from tensor_cast.tracer.builder import build
 
-BATCH, QUERY, BLOCK = 2, 5, 4
+BATCH, QUERY, BLOCK = 2, 7, 4
 
 
 def reference(anatomy: Anatomy, own: DraftModules, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,11 +39,18 @@ def reference(anatomy: Anatomy, own: DraftModules, ids: torch.Tensor, hidden: to
     return model.lm_head(own.norm(x[:, -1:]))
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 4, "dcp": 4}, {"tp": 2, "dp": 2, "ep": 4}])
-def test_draft_pass(layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("deepseek_v3", layout) for layout in ({}, {"tp": 2}, {"tp": 4, "dcp": 4}, {"tp": 2, "dp": 2, "ep": 4})),
+        *(("glm_moe_dsa", layout) for layout in ({}, {"tp": 4, "dcp": 4})),
+    ],
+)
+def test_draft_pass(name: str, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     ctx = ParallelContext(**layout)
     with torch.inference_mode():
-        anatomy = Anatomy(randomised(build(tiny("deepseek_v3"))))
+        # The last layer of the tiny GLM has no indexer; its draft module must have one nevertheless.
+        anatomy = Anatomy(randomised(build(tiny(name))))
         own = DraftModules.like(anatomy, torch.float32)
         own.layer = copy.deepcopy(own.layer)  # weights of its own
         for module in (own.projection, own.layer, own.norm):
@@ -65,7 +72,8 @@ def test_draft_pass(layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> 
         if at.dcp > 1:
             rows = rows.repeat_interleave(QUERY, 0)
         step = Step(Phase.DECODE, positions, QUERY, rows, slots, program.caches(BATCH * blocks, BLOCK, torch.float32))
-        assert list(step.kv_caches) == [3]  # the draft layer has a cache of its own, after those of the model
+        # The draft layer has caches of its own, after those of the model.
+        assert list(step.kv_caches) == ([3] if name == "deepseek_v3" else [6, "indexer.6"])
         return program.draft(ids[at.dp_rank], hidden[at.dp_rank], step)
 
     for rank, (drafted, logits) in enumerate(run_ranks(monkeypatch, ctx, work)):

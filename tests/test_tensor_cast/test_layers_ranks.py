@@ -34,6 +34,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mixtral", {}, {"tp": 2, "dp": 2, "moe_dp": 2}),
     ("llama", {"num_key_value_heads": 4}, {"tp": 4, "dcp": 4, "dcp_semantics": "rfc"}),
     ("llama", {"num_key_value_heads": 8}, {"tp": 4, "dcp": 2, "dcp_semantics": "rfc"}),
+    ("deepseek_v32", {}, {"tp": 4}),
+    ("glm_moe_dsa", {}, {"tp": 2, "dp": 2, "ep": 4}),
+    *(
+        (name, {}, {"tp": 4, "dcp": dcp, "dcp_semantics": semantics, "interleave": interleave})
+        for name in ("deepseek_v32", "glm_moe_dsa")
+        for semantics, dcp, interleave in (("vllm", 2, 1), ("vllm", 4, 2), ("vllm-ascend", 4, 1))
+    ),
     *(
         (name, {} if name == "deepseek_v3" else {"num_key_value_heads": 2},
          {"tp": 4, "dcp": dcp, "dcp_semantics": semantics, "interleave": interleave})
