@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from tensor_cast.dtypes import bits_of
-from tensor_cast.ir.expr import Dim, Expr, Num, evaluate
+from tensor_cast.ir.expr import Dim, Expr, Num, evaluate, substitute
 
 #: The layer's index in a module path: its first number (``model.layers.3.mlp``).
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -129,6 +129,14 @@ class OpRecord:
             return None
         return sum(t.nbytes(env, smooth=smooth) for t in self.inputs)
 
+    def with_dims(self, env: Mapping[str, Dim]) -> OpRecord:
+        """The same op with some symbols of its shapes replaced; the others stay."""
+
+        def fill(tensor: TensorSpec) -> TensorSpec:
+            return replace(tensor, shape=tuple(substitute(dim, env) for dim in tensor.shape))
+
+        return replace(self, inputs=tuple(map(fill, self.inputs)), outputs=tuple(map(fill, self.outputs)))
+
     def at(self, env: Mapping[str, Num], *, smooth: bool = False) -> OpRecord:
         """The same op with every shape evaluated under ``env``."""
         return replace(
@@ -224,9 +232,13 @@ class Segment:
         return _LAYER_INDEX.sub(str(self.layers[0]), op.module, count=1)
 
     def ops(self) -> Iterator[OpRecord]:
-        """The part's ops as this segment runs them: module paths of its first layer, calls of all its layers."""
+        """The part's ops as this segment runs them: module paths of its first layer, calls of all its layers.
+
+        Where the segment sets a query length of its own it stands in the shapes for ``Q``.
+        """
         for op in self.part.ops:
-            yield replace(op, module=self.module_of(op), repeat=op.repeat * self.repeat)
+            sized = op if self.query_len is None else op.with_dims({"Q": self.query_len})
+            yield replace(sized, module=self.module_of(op), repeat=op.repeat * self.repeat)
 
 
 def at_layer(module: str, layers: tuple[int, ...]) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
+from hypothesis import Phase as Generation
 from hypothesis import strategies as st
 
 from tensor_cast.core.trace_library import TraceLibrary
@@ -54,6 +55,7 @@ def examples(count: int) -> settings:
         derandomize=FACTOR == 1,
         deadline=None,
         database=None,
+        phases=(Generation.explicit, Generation.generate) if FACTOR == 1 else tuple(Generation),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     )
 
@@ -147,7 +149,7 @@ def runs(trace: Trace) -> Iterator[tuple[Segment, int | None]]:
 def ops_of(trace: Trace) -> Iterator[tuple[str, OpRecord]]:
     """Every op of every layer with its module path; no op stands for several layers."""
     for segment, layer in runs(trace):
-        for op in segment.part.ops:
+        for op in replace(segment, layers=()).ops():
             yield at_layer(op.module, layer), op
 
 
