@@ -8,11 +8,9 @@ Source: vLLM 0.30 (``v1/kv_cache_interface.py``, ``models/deepseek_v2.py``), vll
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,29 +55,9 @@ class CacheLayer:
     spec: KVCacheSpec
 
 
-@lru_cache(maxsize=64)
-def _config(model: ModelConfig) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(model.hf_config)
-    return content
-
-
 def indexer_layers(model: ModelConfig) -> tuple[bool, ...]:
-    """For each decoder layer, whether it computes top-k indices and so owns an indexer; empty without sparse attention.
-
-    ``indexer_types`` says it layer by layer, ``index_topk_pattern`` with letters (``F`` computes, ``S`` shares), else
-    layer l computes iff ``max(l - index_skip_topk_offset + 1, 0)`` is a multiple of ``index_topk_freq``.
-    """
-    if model.attention is not AttentionKind.DSA:
-        return ()
-    config = _config(model)
-    layers = model.num_hidden_layers
-    if types := config.get("indexer_types"):
-        return tuple(kind == "full" for kind in types[:layers])
-    if pattern := config.get("index_topk_pattern"):
-        return tuple(letter == "F" for letter in pattern[:layers])
-    every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
-    offset = 2 if offset is None else offset
-    return tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
+    """For each decoder layer, whether it computes top-k indices and so owns an indexer; empty without sparse attention."""
+    return model.indexer_layers if model.attention is AttentionKind.DSA else ()
 
 
 def cache_layers(
@@ -153,10 +131,9 @@ def _indexer_spec(
 ) -> IndexerSpec:
     semantics = get_semantics(dcp_semantics)
     # The RFC describes vllm-ascend; vLLM's own reading goes with its GPU kernels.
-    ascend = semantics.name != "vllm"
-    key_bytes = indexer_token_bytes(int(_config(model).get("index_head_dim") or 128), form, ascend=ascend)
+    key_bytes = indexer_token_bytes(model.index_head_dim, form, ascend=semantics.name != "vllm")
     # vllm-ascend splits the main cache of sparse attention over DCP ranks and keeps the indexer's whole on each.
-    replicas = parallel.decode_context_parallel_size if ascend else 1
+    replicas = parallel.decode_context_parallel_size if semantics.replicates_indexer else 1
     return IndexerSpec(block_size, form.name, key_bytes, replicas)
 
 
@@ -195,11 +172,12 @@ def request_kv_bytes(
     kv_dtype: str,
     dcp_semantics: str,
     num_mtp_tokens: int = 0,
+    layers: Collection[int] | None = None,
 ) -> Any:
     """KV bytes that one request of ``tokens`` tokens occupies on the fullest rank, in whole blocks.
 
-    Pipeline stages are not told apart: all layers count. ``num_mtp_tokens`` > 0 adds the caches of the draft layers;
-    slots for draft tokens are the caller's to add to ``tokens``.
+    ``num_mtp_tokens`` > 0 adds the caches of the draft layers; slots for draft tokens are the caller's to add to
+    ``tokens``.
 
     Args:
         model: facts of the model.
@@ -209,6 +187,7 @@ def request_kv_bytes(
         kv_dtype: one of :data:`KV_DTYPES`.
         dcp_semantics: see :mod:`tensor_cast.engine.dcp`.
         num_mtp_tokens: draft tokens per step.
+        layers: those of one pipeline stage, draft layers among them; all when absent.
 
     Returns:
         int, or an int64 array of the shape of ``tokens``.
@@ -216,7 +195,7 @@ def request_kv_bytes(
     Raises:
         ConfigError, UnsupportedModelError: as :func:`cache_layers`.
     """
-    specs = kv_cache_specs(
+    caches = cache_layers(
         model,
         parallel,
         block_size=block_size,
@@ -224,9 +203,10 @@ def request_kv_bytes(
         dcp_semantics=dcp_semantics,
         num_mtp_tokens=num_mtp_tokens,
     )
+    specs = Counter(cache.spec for cache in caches if layers is None or cache.layer in layers)
     count = np.asarray(tokens, dtype=np.int64)
     total = np.zeros_like(count)
     dcp = parallel.decode_context_parallel_size
-    for spec, layers in Counter(specs).items():
-        total = total + layers * spec.page_bytes * spec.blocks(count, dcp)
+    for spec, number in specs.items():
+        total = total + number * spec.page_bytes * spec.blocks(count, dcp)
     return int(total) if count.ndim == 0 else total

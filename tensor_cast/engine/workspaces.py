@@ -64,8 +64,6 @@ def workspaces(
     max_num_seqs: int,
     max_batched_tokens: int,
     block_size: int,
-    index_head_dim: int = 128,
-    index_topk: int = 0,
 ) -> Workspaces:
     """Buffers of the attention backends on one rank.
 
@@ -79,18 +77,16 @@ def workspaces(
         max_num_seqs: requests in a step at most.
         max_batched_tokens: tokens in a step at most.
         block_size: tokens of a KV block.
-        index_head_dim: elements of an indexer key.
-        index_topk: tokens that sparse attention chooses.
     """
     if ascend or model.attention is AttentionKind.GQA:
         return Workspaces()
     latent = model.kv_lora_rank + model.qk_rope_head_dim
     element = bits_of(model.dtype) // 8
     if model.attention is AttentionKind.DSA:
-        needs = [indexer_gather_bytes(max_model_len, indexer_token_bytes(index_head_dim, form, ascend=False))]
+        needs = [indexer_gather_bytes(max_model_len, indexer_token_bytes(model.index_head_dim, form, ascend=False))]
         if form.bits >= 16:
             needs.append(_SPARSE_PREFILL_FACTOR * max_model_len * latent * element)
-        chosen = max_batched_tokens * index_topk * _INT32
+        chosen = max_batched_tokens * model.index_topk * _INT32
         return Workspaces(max(needs) + chosen, _INDEXER_LOGITS)
     tokens = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), _CHUNK_TOKENS)
     gathered = tokens * latent * element

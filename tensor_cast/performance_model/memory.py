@@ -14,7 +14,7 @@ from tensor_cast.performance_model.memo import Memo, env_key
 from tensor_cast.quant import QuantConfig
 from tensor_cast.units import GIB
 
-__all__ = ["MemoryPlan", "activation_peak_bytes", "weight_bytes"]
+__all__ = ["MemoryPlan", "activation_peak_bytes", "resident_bytes", "weight_bytes"]
 
 #: Kinds that live in the allocator only while a step runs; weights and the cache have lines of their own.
 _TRANSIENT = (Kind.ACTIVATION, Kind.INDEX)
@@ -42,10 +42,12 @@ def weight_bytes(trace: Trace, quant: QuantConfig) -> int:
     Scales count, tied parameters count once. Engines keep a dense bf16 copy of a *quantised* ``kv_b_proj`` (absorbed
     MLA multiplies by slices of it), which counts too.
     """
-    return sum(
-        count * (quant.param_bytes(param) + _absorbed_copy(param, quant))
-        for param, count in param_counts(trace).values()
-    )
+    return sum(count * resident_bytes(param, quant) for param, count in param_counts(trace).values())
+
+
+def resident_bytes(param: ParamSpec, quant: QuantConfig) -> int:
+    """What :func:`weight_bytes` counts for one parameter of one layer."""
+    return quant.param_bytes(param) + _absorbed_copy(param, quant)
 
 
 def _absorbed_copy(param: ParamSpec, quant: QuantConfig) -> int:
