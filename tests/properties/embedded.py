@@ -5,6 +5,8 @@ The examples are drawn the same way in every run. ``PROPERTY_EXAMPLES_FACTOR=20`
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.recurrent import recurrent_state
 from tensor_cast.errors import UnsupportedModelError
+from tensor_cast.hf_config import read_facts
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import OpRecord, ParamSpec, Part, Phase, Segment, Trace
 from tensor_cast.model_catalog import load_model_config, model_names
@@ -174,3 +177,15 @@ def not_traced(model: str) -> bool:
     except UnsupportedModelError:
         return True
     return False
+
+
+def shallow(name: str, layers: int) -> ModelConfig:
+    """The model with its first ``layers`` layers only."""
+    values = json.loads(load_model_config(name).hf_config)
+    count = values["num_hidden_layers"]
+    values = {k: v[:layers] if isinstance(v, list) and len(v) == count else v for k, v in values.items()}
+    values["num_hidden_layers"] = layers
+    facts = read_facts(values, name)
+    facts["attention"] = AttentionKind(facts["attention"])
+    text = json.dumps(values, sort_keys=True)
+    return ModelConfig(model_id=name, hf_config=text, digest=hashlib.sha256(text.encode()).hexdigest(), **facts)
