@@ -1,7 +1,7 @@
 """Proof: the traced program runs for real, rank by rank over gloo, and must equal Transformers' own model.
 
-``run_cell(config, Cell(tp=4, dcp=2))`` is all there is to call; see :mod:`tensor_cast.proof.compare`. Names are imported
-when they are asked for: making a config small (:mod:`tensor_cast.proof.shrink`) needs no torch.
+``run_cell(config, Cell(tp=4, dcp=2))`` is all there is to call; see :mod:`tensor_cast.proof.compare`. Names are
+imported when they are asked for: making a config small (:mod:`tensor_cast.proof.shrink`) needs no torch.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Cell:
     interleave: int = 1
     block_size: int = 4
     query: int = 1
-    prompts: tuple[int, ...] = (1, 6, 11)
+    prompts: tuple[int, ...] = (1, 8, 11)
     steps: int = 3
     prefill: str = "handover"
     chunk: int = 4

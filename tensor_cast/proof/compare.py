@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from tensor_cast.ir.record import Phase
 from tensor_cast.model_config import ModelConfig
 from tensor_cast.proof.cell import Cell
 from tensor_cast.proof.launch import RankPool, shared_pool
@@ -16,9 +15,9 @@ from tensor_cast.proof.record import first_difference, step_sizes, tracing
 from tensor_cast.proof.reference import Reference, reference
 from tensor_cast.proof.session import Inside, Job, RankRun, run_rank
 
-#: Largest difference of two logits that counts as equal. Logits are of order 1; 1e-9 is what sums of a few hundred
+#: Largest difference of two logits that counts as equal. Logits are of order 1; 1e-10 is what sums of a few hundred
 #: float64 numbers in another order cannot reach, and any wrong shard exceeds by far.
-TOLERANCE = 1e-9
+TOLERANCE = 1e-10
 #: The same when the model runs in float32: HF's own norms and softmax are float32 too, and errors add up over layers.
 TOLERANCE_FLOAT32 = 1e-4
 

@@ -183,15 +183,10 @@ def _context() -> Any:
 
 def _serve(rank: int, size: int, store: str, pipe: Connection, timeout_s: float) -> None:
     """Take functions from the pipe and run them until it closes."""
+    global _store, _timeout
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    _store, _timeout = dist.FileStore(store, size), timedelta(seconds=timeout_s)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -205,6 +200,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, timeout_s: float)
         pipe.send_bytes(answer)
 
 
+_store: Any = None
+_timeout = timedelta(seconds=TIMEOUT_S)
 _groups: dict[tuple[int, ...], Any] = {}
 _named: dict[str, tuple[int, ...]] = {}
 
@@ -244,6 +241,17 @@ def use_axes(ctx: ParallelContext) -> None:
         if len(ranks) == 1:
             continue
         if ranks not in _groups:
-            _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            _groups[ranks] = _gloo(ranks, ctx.rank)
         _register_process_group(axis, _groups[ranks])
         _named[axis] = ranks
+
+
+def _gloo(ranks: tuple[int, ...], rank: int) -> Any:
+    """A process group of some ranks; only they take part in making it."""
+    store = dist.PrefixStore("ranks " + " ".join(map(str, ranks)), _store)
+    place, size = ranks.index(rank), len(ranks)
+    group = dist.ProcessGroup(store, place, size)
+    backend = dist.ProcessGroupGloo(store, place, size, _timeout)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
