@@ -16,7 +16,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "find the layout and batch size that serve most tokens under limits on TTFT and TPOT",
     ),
     "text_generate": ("cli.inference.text_generate", "price one step: time by op and layer, bound, memory"),
+    "capacity": (
+        "cli.inference.capacity",
+        "KV cache size as the engine computes it, memory by pipeline stage, best partition",
+    ),
     "trace": ("cli.inference.trace", "list the ops, shapes and collectives of one step on one rank"),
+    "verify": (
+        "cli.inference.verify",
+        "prove a layout: run a small copy on this machine, compare it with Transformers",
+    ),
     "devices": ("cli.inference.devices", "list the embedded devices"),
     "models": ("cli.inference.models", "list the embedded model configs"),
 }
@@ -38,7 +46,7 @@ def build_parser(command: str | None) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script. Exit codes: 0 done, 2 bad input, 3 nothing feasible."""
+    """Entry point of the console script. Exit codes: 0 done, 1 verify differs, 2 bad input, 3 nothing feasible."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in argv if a in COMMANDS), None)
     parser = build_parser(command)

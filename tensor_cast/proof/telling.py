@@ -28,17 +28,25 @@ class Telling:
 
 
 def telling_layouts(
-    model: ModelConfig, *, dcp_semantics: str, block_size: int, quant_block: int | None = None, num_mtp_tokens: int = 0
+    model: ModelConfig,
+    *,
+    block_size: int,
+    dcp_semantics: str | None = None,
+    interleave: int = 1,
+    quant_block: int | None = None,
+    num_mtp_tokens: int = 0,
 ) -> tuple[Telling, ...]:
     """The smallest legal layout of each kind; kinds that the model does not allow are left out.
 
     Args:
         model: the whole model.
-        dcp_semantics: for layouts without DCP, which it does not matter to.
         block_size: tokens of a KV block.
+        dcp_semantics: the one to split contexts under; None takes each in turn.
+        interleave: consecutive tokens on one rank where the context is split.
         quant_block: side of the blocks that share a scale, None without.
         num_mtp_tokens: draft tokens per step.
     """
+    readings = (dcp_semantics,) if dcp_semantics else semantics_names()
 
     def legal(parallel: ParallelConfig, semantics: str) -> bool:
         return not violations(
@@ -50,14 +58,14 @@ def telling_layouts(
             num_mtp_tokens=num_mtp_tokens,
         )
 
-    found = [Telling("one rank", ParallelConfig(), dcp_semantics)]
+    found = [Telling("one rank", ParallelConfig(), readings[0])]
     for what, candidates in _kinds(model):
         for parallel in candidates:
-            if legal(parallel, dcp_semantics):
-                found.append(Telling(what, parallel, dcp_semantics))
+            if legal(parallel, readings[0]):  # without DCP all readings are the same
+                found.append(Telling(what, parallel, readings[0]))
                 break
-    for semantics in semantics_names():
-        for parallel in _split_contexts():
+    for semantics in readings:
+        for parallel in _split_contexts(interleave):
             if legal(parallel, semantics):
                 found.append(Telling(f"context split, {semantics}", parallel, semantics))
                 break
@@ -86,7 +94,9 @@ def _kinds(model: ModelConfig) -> Iterator[tuple[str, list[ParallelConfig]]]:
     )
 
 
-def _split_contexts() -> Iterator[ParallelConfig]:
+def _split_contexts(interleave: int) -> Iterator[ParallelConfig]:
     for tp in (4, 2, *_TP[2:]):  # four ranks in two groups tell more than two in one
         for dcp in (2, tp):
-            yield ParallelConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp)
+            yield ParallelConfig(
+                tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
+            )

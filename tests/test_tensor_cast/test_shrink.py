@@ -56,7 +56,7 @@ def known(name: str) -> ModelConfig:
 @pytest.mark.parametrize("name", model_names())
 def test_every_embedded_config_on_every_telling_layout(name: str) -> None:
     model = known(name)
-    layouts = telling_layouts(model, dcp_semantics="vllm-ascend", block_size=16)
+    layouts = telling_layouts(model, block_size=16)
     assert layouts[0].what == "one rank"
     assert len(layouts) >= 3
     for asked in layouts:
