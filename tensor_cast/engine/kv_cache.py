@@ -56,7 +56,7 @@ class CacheLayer:
 
 
 def indexer_layers(model: ModelConfig) -> tuple[bool, ...]:
-    """For each decoder layer, whether it computes top-k indices and so owns an indexer; empty without sparse attention."""
+    """For each decoder layer, whether it computes top-k indices and so owns an indexer; empty without DSA."""
     return model.indexer_layers if model.attention is AttentionKind.DSA else ()
 
 

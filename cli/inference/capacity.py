@@ -1,0 +1,260 @@
+"""``msmodeling capacity``: the KV cache that a layout has room for, stage by stage, and the best pipeline partition."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from cli.inference.common import non_negative_int, positive_int, print_json, print_tables
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tensor_cast.core.capacity import CapacityPlanner
+    from tensor_cast.core.capacity_plan import CapacityPlan
+    from tensor_cast.core.measured import Measured
+
+_GIB = 1024**3
+
+
+def _gib_list(text: str) -> tuple[float, ...]:
+    """Numbers separated by commas, for argparse."""
+    return tuple(float(field) for field in text.split(","))
+
+
+_gib_list.__name__ = "list of GiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the sub-command."""
+    parser.add_argument("model", metavar="MODEL", help="hub id of an embedded config, or a local folder")
+    parser.add_argument("--device", required=True, help="name of a device (msmodeling devices lists them)")
+    parser.add_argument("--engine", help="vllm or vllm-ascend (default: the engine of the device's vendor)")
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--tp-size", type=positive_int, default=1, help="tensor parallel ranks (default 1)")
+    layout.add_argument("--pp-size", type=positive_int, default=1, help="pipeline stages (default 1)")
+    layout.add_argument("--dp-size", type=positive_int, default=1, help="data parallel ranks of attention (default 1)")
+    layout.add_argument("--ep-size", type=positive_int, default=1, help="expert parallel ranks: 1 or tp*dp (default 1)")
+    layout.add_argument("--dcp-size", type=positive_int, default=1, help="decode context parallel ranks (default 1)")
+    layout.add_argument("--dcp-semantics", help="vllm-ascend, vllm or rfc (default: the engine's)")
+    layout.add_argument("--num-mtp-tokens", type=non_negative_int, default=0, help="draft tokens a step (default 0)")
+    layout.add_argument(
+        "--pp-layer-partition",
+        metavar="A,B|auto|all",
+        help="layers of each stage; auto: the split with most KV blocks; all: every split (default: the engine's rule)",
+    )
+    layout.add_argument(
+        "--dsa-split",
+        choices=("self-compute", "send-indices", "unsafe"),
+        help="layers that would reuse top-k indices of the stage before: give them an indexer, send the indices, or "
+        "go on with wrong outputs (default: refuse)",
+    )
+    engine = parser.add_argument_group("engine (default: the engine's own value)")
+    engine.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8, fp8_ds_mla, int8 ... (default auto)")
+    engine.add_argument("--gpu-memory-utilization", type=float, help="share of usable memory that the engine takes")
+    engine.add_argument(
+        "--max-model-len", type=positive_int, help="tokens of the longest request (default: the model's)"
+    )
+    engine.add_argument("--block-size", type=positive_int, help="tokens in a KV block")
+    engine.add_argument("--max-num-batched-tokens", type=positive_int, help="tokens in a step at most")
+    engine.add_argument("--max-num-seqs", type=positive_int, help="requests in a step at most")
+    engine.add_argument("--no-hybrid-kv-cache", action="store_true", help="windowed layers keep every token")
+    parser.add_argument("--quantize-linear-action", help="DISABLED, W8A8_DYNAMIC, W8A16, W4A8, W4A16, FP8, MXFP4")
+    parser.add_argument(
+        "--kv-memory-gib",
+        type=_gib_list,
+        metavar="A[,B...]",
+        help="KV memory of a rank of each stage, in GiB, instead of an estimate",
+    )
+    parser.add_argument(
+        "--calibrate-from",
+        metavar="FILE",
+        help="start-up log of vLLM, vllm-ascend or SGLang, or numbers in YAML or JSON, to replace the estimates",
+    )
+    parser.add_argument("--request-length", type=positive_int, help="tokens of a request: how many stay resident")
+    parser.add_argument("--no-cache", action="store_true", help="trace anew instead of reading the trace cache")
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default table)")
+
+
+_FIELDS = (
+    "model device engine dcp_semantics tp_size pp_size dp_size ep_size dcp_size num_mtp_tokens pp_layer_partition "
+    "dsa_split kv_cache_dtype gpu_memory_utilization max_model_len block_size max_num_batched_tokens max_num_seqs "
+    "quantize_linear_action kv_memory_gib request_length"
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the capacity. Exit code 0; 3 when a stage has no room for a KV cache."""
+    from tensor_cast.core.calibration import read_calibration
+    from tensor_cast.core.capacity import CapacityPlanner
+    from tensor_cast.core.capacity_config import CapacityConfig
+    from tensor_cast.core.capacity_report import compare, require_room, to_json
+
+    config = CapacityConfig.create(
+        **{name: getattr(args, name) for name in _FIELDS.split()}, hybrid_kv_cache=not args.no_hybrid_kv_cache
+    )
+    calibration = None if args.calibrate_from is None else read_calibration(args.calibrate_from)
+    planner = CapacityPlanner(config, calibration=calibration, use_cache=not args.no_cache)
+    listing = config.pp_layer_partition == "all"
+    plan = planner.plan(mark_refused=listing)
+    require_room(plan)
+    rows = compare(planner, plan)
+    if args.format == "json":
+        print_json(to_json(planner, plan, rows))
+        return 0
+    tables: list[Table | str] = [_stage_table(planner, plan), *_summary(planner, plan)]
+    if planner.measured is not None:
+        tables += _calibration_table(planner.measured)
+    if rows:
+        tables.append(_partition_table(rows, plan))
+    print_tables(*tables)
+    return 0
+
+
+def _gib(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value / _GIB:,.{digits}f}"
+
+
+def _spell(plan: CapacityPlan) -> str:
+    return ",".join(map(str, plan.partition))
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        left = column.startswith(("stage", "split", "own indexer", "note"))
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _stage_table(planner: CapacityPlanner, plan: CapacityPlan) -> Table:
+    config = planner.config
+    axes = (("TP", config.tp_size), ("PP", config.pp_size), ("DP", config.dp_size), ("EP", config.ep_size))
+    sizes = " ".join(f"{name}{size}" for name, size in (*axes, ("DCP", config.dcp_size)) if size > 1) or "one rank"
+    where = f"{planner.device.name} ({planner.engine.name})"
+    table = _table(
+        f"{planner.model.model_id} on {where}, {sizes}, {planner.form.name} cache: GiB of one rank",
+        "stage",
+        "layers",
+        "weights",
+        "non-torch",
+        "activation",
+        "graphs",
+        "KV",
+        "KV idle",
+        "B/token",
+        "B/block",
+        "blocks",
+    )
+    for index, (stage, rank) in enumerate(zip(plan.stages, plan.capacity.ranks, strict=True)):
+        binds = len(plan.stages) > 1 and index == plan.capacity.binding_stage
+        table.add_row(
+            f"{index} (binds)" if binds else str(index),
+            f"{stage.layers.start}-{stage.layers.stop - 1}",
+            _gib(stage.weights),
+            _gib(stage.non_torch),
+            _gib(stage.activation),
+            _gib(stage.graph),
+            _gib(stage.kv),
+            _gib(rank.idle),
+            f"{plan.bytes_per_token[index]:,}",
+            f"{rank.block_bytes:,}",
+            f"{rank.num_blocks:,}",
+        )
+    return table
+
+
+def _summary(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
+    capacity = plan.capacity
+    lines = [
+        f"KV cache size: {capacity.kv_tokens:,} tokens ({capacity.num_blocks:,} blocks, one of them the null block)",
+        f"Maximum concurrency for {capacity.max_model_len:,} tokens per request: {capacity.max_concurrency:.2f}x",
+    ]
+    if not capacity.starts:
+        lines.append(
+            f"The engine refuses to start: {capacity.max_model_len:,} tokens take {capacity.blocks_per_request:,} "
+            "blocks beside the null block; lower --max-model-len"
+        )
+    if length := planner.config.request_length:
+        lines.append(
+            f"Requests of {length:,} tokens: {capacity.kv_tokens / length:.2f} by tokens, "
+            f"{planner.resident(plan, length):,} resident in whole blocks"
+        )
+    if plan.unsafe_layers:
+        layers = ", ".join(map(str, plan.unsafe_layers))
+        what = (
+            {
+                "self-compute": "compute their own top-k indices",
+                "send-indices": "get their top-k indices from the stage before",
+                "unsafe": "UNSAFE: read top-k indices that nobody wrote; outputs are wrong",
+            }[str(plan.split)]
+            if plan.split
+            else "would read indices never written on their stage: refused without --dsa-split"
+        )
+        lines.append(f"Layers {layers}: {what}")
+    return lines
+
+
+def _calibration_table(measured: Measured) -> list[Table | str]:
+    calibration = measured.calibration
+    table = _table(
+        f"Measured ({calibration.source}, {calibration.engine or 'numbers'}, "
+        f"{','.join(map(str, measured.partition))}): GiB of one rank",
+        "stage",
+        "consumed",
+        "our weights",
+        "workspaces",
+        "residual",
+        "activation",
+        "graphs",
+        "KV",
+    )
+    for index, stage in enumerate(measured.stages):
+        table.add_row(
+            f"{index} ({stage.kind})",
+            _gib(stage.consumed),
+            _gib(stage.weights),
+            _gib(stage.workspace),
+            _gib(stage.residual),
+            _gib(stage.peak - stage.graph),
+            _gib(stage.graph),
+            _gib(stage.kv),
+        )
+    return [table]
+
+
+def _partition_table(rows: list[tuple[str, CapacityPlan]], plan: CapacityPlan) -> Table:
+    table = _table(
+        "Partitions",
+        "split",
+        "stage that binds",
+        "its KV, GiB",
+        "KV tokens",
+        "change",
+        "concurrency",
+        "KV idle, GiB",
+        "layer equivalents",
+        "own indexer or unsafe",
+        "note",
+    )
+    for note, row in rows:
+        capacity = row.capacity
+        stage = row.stages[capacity.binding_stage]
+        change = "" if row.partition == plan.partition else f"{capacity.kv_tokens / plan.capacity.kv_tokens - 1:+.1%}"
+        table.add_row(
+            _spell(row),
+            str(capacity.binding_stage),
+            _gib(stage.kv, 2),
+            f"{capacity.kv_tokens:,}",
+            change,
+            f"{capacity.max_concurrency:.2f}x",
+            _gib(row.idle_bytes, 2),
+            " ".join(map(str, row.equivalents)),
+            ",".join(map(str, row.unsafe_layers)) or "none",
+            "; ".join(
+                word for word in (note, "refused" if row.refused else "", "" if row.fits else "does not fit") if word
+            ),
+        )
+    return table
