@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensor_cast.dtypes import bits_of
@@ -165,6 +165,7 @@ class QuantConfig:
     Args:
         linear, experts: schemes of linears and of routed experts.
         kv_dtype: dtype of the KV cache.
+        indexer_dtype: dtype of the cache of an indexer (sparse attention), and of the product with its keys.
         model_dtype: dtype of what is not quantised, routers included.
         skip: patterns of module names that keep their dtype.
         source: where the choice comes from (an option, or the config's own method).
@@ -173,6 +174,7 @@ class QuantConfig:
     linear: QuantScheme = _DISABLED
     experts: QuantScheme = _DISABLED
     kv_dtype: str = "bfloat16"
+    indexer_dtype: str = FP8
     model_dtype: str = "bfloat16"
     skip: tuple[str, ...] = ()
     source: str = "unquantised"
@@ -184,9 +186,17 @@ class QuantConfig:
 
     @classmethod
     def resolve(
-        cls, model: ModelConfig, linear_action: str | None = None, attention_action: str | None = None
+        cls,
+        model: ModelConfig,
+        linear_action: str | None = None,
+        attention_action: str | None = None,
+        *,
+        dcp_semantics: str = "vllm",
     ) -> QuantConfig:
         """What runs: the options, and where one is None the model's own ``quantization_config``.
+
+        ``dcp_semantics`` tells whose indexer cache it is: vLLM's is always fp8, vllm-ascend's has 16 bits like its main
+        cache, or int8 beside an 8-bit one (:func:`tensor_cast.engine.kv_formats.indexer_token_bytes`).
 
         Raises:
             UnknownNameError: an option is not a scheme.
@@ -198,15 +208,18 @@ class QuantConfig:
             for name, dtype in KV_SCHEMES.items():
                 names.register(name)((dtype,))
             kv_dtype = names.get(attention_action)[0] or model.dtype
+        own = dcp_semantics == "vllm"
+        indexer_dtype = FP8 if own else model.dtype if bits_of(kv_dtype) >= 16 else "int8"
+        plain = cls(kv_dtype=kv_dtype, indexer_dtype=indexer_dtype, model_dtype=model.dtype)
         if linear_action is not None:
             scheme = SCHEMES.get(linear_action)
             # A checkpoint's exceptions hold for its own method; another one is applied to every linear.
-            return cls(scheme, scheme, kv_dtype, model.dtype, (), f"option {scheme.name}")
+            return replace(plain, linear=scheme, experts=scheme, source=f"option {scheme.name}")
         if model.quantization is None:
-            return cls(kv_dtype=kv_dtype, model_dtype=model.dtype)
+            return plain
         linear, experts, skip = _from_config(model.model_id, model.quantization)
         source = f"config {model.quantization.get('quant_method')}"
-        return cls(linear, experts, kv_dtype, model.dtype, skip, source)
+        return replace(plain, linear=linear, experts=experts, skip=skip, source=source)
 
     def scheme_of(self, name: str, role: Role, ndim: int = 2) -> QuantScheme:
         """Scheme of the parameter called ``name``; DISABLED for roles and modules that are left alone."""

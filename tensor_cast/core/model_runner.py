@@ -147,7 +147,12 @@ class ModelRunner:
         self.device = load_device(config.device)
         self.engine = config.get_engine()
         self.model = load_model_config(config.model)
-        self.quant = QuantConfig.resolve(self.model, config.quantize_linear_action, config.quantize_attention_action)
+        self.quant = QuantConfig.resolve(
+            self.model,
+            config.quantize_linear_action,
+            config.quantize_attention_action,
+            dcp_semantics=config.get_dcp_semantics(),
+        )
         self.library = TraceLibrary(self.model, cache_dir=cache_dir, use_cache=use_cache)
 
     def run(self) -> RunResult:

@@ -108,7 +108,12 @@ def view_trace(
         ConfigError, LegalityError, UnsupportedModelError: see :mod:`tensor_cast.errors`.
     """
     model = load_model_config(config.model)
-    quant = QuantConfig.resolve(model, config.quantize_linear_action, config.quantize_attention_action)
+    quant = QuantConfig.resolve(
+        model,
+        config.quantize_linear_action,
+        config.quantize_attention_action,
+        dcp_semantics=config.get_dcp_semantics(),
+    )
     parallel = config.check(model, quant)
     env = _sizes(config, batch_size, query_len, context_len)
     trace = TraceLibrary(model, cache_dir=cache_dir, use_cache=use_cache).trace(

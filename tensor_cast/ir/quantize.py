@@ -2,14 +2,16 @@
 
 Weights take the stored dtype and bring their scales as further inputs; where the scheme quantises activations, a
 ``tensor_cast.dynamic_quant`` op is put before the product, once for every value that several products share; tensors of
-the KV cache take the cache's dtype. A product carries its dtype in the attribute ``compute_dtype``.
+the KV cache take the cache's dtype, those of an indexer's cache theirs. A product carries its dtype in the attribute
+``compute_dtype``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tensor_cast.ir.expr import Dim, ceildiv
+from tensor_cast.dtypes import bits_of
+from tensor_cast.ir.expr import Dim, ceildiv, evaluate
 from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Role, Segment, TensorSpec, Trace
 from tensor_cast.quant import QuantConfig, QuantScheme
 
@@ -17,6 +19,7 @@ from tensor_cast.quant import QuantConfig, QuantScheme
 _LINEARS = ("aten.linear", "aten.addmm", "aten.mm")
 _CAST = "aten._to_copy"
 _EXPERTS = "tensor_cast.grouped_experts"
+_SCORES = "tensor_cast.indexer_scores"
 DYNAMIC_QUANT = "tensor_cast.dynamic_quant"
 
 
@@ -66,14 +69,18 @@ class _Rewriter:
         return replace(self.part, ops=tuple(self.ops))
 
     def _with_kv_dtype(self, op: OpRecord) -> OpRecord:
-        def cast(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-            return tuple(replace(s, dtype=self.quant.kv_dtype) if s.kind is Kind.KV else s for s in specs)
+        dtypes = {Kind.KV: self.quant.kv_dtype, Kind.INDEXER: self.quant.indexer_dtype}
 
-        if all(s.kind is not Kind.KV or s.dtype == self.quant.kv_dtype for s in (*op.inputs, *op.outputs)):
+        def cast(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+            return tuple(replace(s, dtype=dtypes[s.kind]) if s.kind in dtypes else s for s in specs)
+
+        if all(s.dtype == dtypes.get(s.kind, s.dtype) for s in (*op.inputs, *op.outputs)):
             return op
         return replace(op, inputs=cast(op.inputs), outputs=cast(op.outputs))
 
     def _rewrite(self, op: OpRecord) -> OpRecord:
+        if op.name == _SCORES:
+            return self._indexer_scores(op)
         if op.name not in _LINEARS and op.name != _EXPERTS:
             return op
         weights = [i for i, spec in enumerate(op.inputs) if spec.kind is Kind.WEIGHT and spec.name in self._params]
@@ -100,6 +107,16 @@ class _Rewriter:
         return replace(
             op, inputs=tuple(inputs), input_ids=tuple(ids), attrs=tuple(sorted(attrs.items(), key=lambda kv: kv[0]))
         )
+
+    def _indexer_scores(self, op: OpRecord) -> OpRecord:
+        """Queries of an indexer take the type of its 8-bit keys, with a scale for each query and head."""
+        dtype = self.quant.indexer_dtype
+        if bits_of(dtype) != 8:
+            return op
+        query = op.inputs[0]
+        scheme = QuantScheme("indexer", activation_dtype=dtype, group=int(evaluate(query.shape[-1], {})))
+        (value, quantised), (scale_id, scale) = self._activation(op, 0, scheme)
+        return replace(op, inputs=(quantised, *op.inputs[1:], scale), input_ids=(value, *op.input_ids[1:], scale_id))
 
     def _router(self, op: OpRecord, weights: list[int]) -> OpRecord:
         """A router that the model's code widens to float32, as engines run it.

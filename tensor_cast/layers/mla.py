@@ -72,7 +72,8 @@ class LatentCache:
         enter_scope(Scope.SEQUENCE)
         core, step = self._core, current_step()
         kv_cache = step.kv_caches[core.layer_idx]
-        ops.mla_cache_write(torch.cat([latent, k_rot], dim=-1).squeeze(1), kv_cache, step.slot_mapping)
+        row = torch.cat([latent, k_rot], dim=-1).squeeze(1)
+        ops.mla_cache_write(row, kv_cache, step.slot_mapping, core.kv_lora_rank if core.topk else 0)
         decode = step.phase is Phase.DECODE
         count = local_length(step.seq_len, core.ctx.dcp if decode else 1, core.ctx.interleave)
         (rows,) = ops.gather_kv(kv_cache, step.block_table, step.positions, count, None)

@@ -28,14 +28,20 @@ def _(key, value, kv_cache, slot_mapping):
 
 
 @torch.library.custom_op("tensor_cast::mla_cache_write", mutates_args=("kv_cache",))
-def mla_cache_write(latent: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write latent [B, Q, C] into kv_cache [N_blk, block_size, C]; slot -1 is skipped."""
+def mla_cache_write(
+    latent: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, sparse_rank: int = 0
+) -> None:
+    """Write latent [B, Q, C] into kv_cache [N_blk, block_size, C]; slot -1 is skipped.
+
+    ``sparse_rank`` is R of a cache that sparse attention reads, else 0; the cost function asks, since an 8-bit one has
+    a format of its own.
+    """
     keep = slot_mapping >= 0
     kv_cache.flatten(0, 1)[slot_mapping[keep].long()] = latent.flatten(0, 1)[keep].to(kv_cache.dtype)
 
 
 @mla_cache_write.register_fake
-def _(latent, kv_cache, slot_mapping):
+def _(latent, kv_cache, slot_mapping, sparse_rank=0):
     return None
 
 

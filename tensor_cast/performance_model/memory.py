@@ -12,12 +12,15 @@ from tensor_cast.ir.record import Kind, ParamSpec, Part, TensorSpec, Trace
 from tensor_cast.performance_model.base import DimTable, tensor_bytes
 from tensor_cast.performance_model.memo import Memo, env_key
 from tensor_cast.quant import QuantConfig
-from tensor_cast.units import GIB
+from tensor_cast.units import GIB, MIB
 
 __all__ = ["MemoryPlan", "activation_peak_bytes", "resident_bytes", "weight_bytes"]
 
 #: Kinds that live in the allocator only while a step runs; weights and the cache have lines of their own.
 _TRANSIENT = (Kind.ACTIVATION, Kind.INDEX)
+#: What engines compute in pieces so that it never exceeds this: index scores of a prompt, in rows of 512 MiB at most
+#: (vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB). Scores of a decode step are allocated whole.
+_CHUNKED = {("tensor_cast.indexer_scores", "prefill"): 512 * MIB}
 #: Sizes at which the views of one value are compared; they all scale alike.
 _SAMPLE = {"B": 24, "Q": 4, "S": 4096}
 
@@ -57,11 +60,17 @@ def _absorbed_copy(param: ParamSpec, quant: QuantConfig) -> int:
 
 @dataclass(frozen=True)
 class _Lifetime:
-    """A value inside a part: its storage and the ops between which it lives (inclusive)."""
+    """A value inside a part: its storage and the ops between which it lives (inclusive); no larger than ``limit``."""
 
     spec: TensorSpec
     first: int
     last: int
+    limit: float | None = None
+
+    def nbytes(self, table: DimTable) -> Num:
+        """Its size."""
+        size = tensor_bytes(table.spec(self.spec))
+        return size if self.limit is None else np.minimum(size, self.limit)
 
 
 _LIFETIMES: Memo[tuple[list[_Lifetime], list[TensorSpec]]] = Memo(4096)
@@ -90,7 +99,10 @@ def _find_lifetimes(part: Part) -> tuple[list[_Lifetime], list[TensorSpec]]:
                 views[ident] = [spec]  # what was allocated; later views are of it
             last[ident] = index
     end = len(part.ops) - 1
-    born = [_Lifetime(views[i][0], at, end if i in part.output_ids else last[i]) for i, at in first.items()]
+    limits = {at: _CHUNKED.get((part.ops[at].name, str(part.ops[at].attr("phase")))) for at in first.values()}
+    born = [
+        _Lifetime(views[i][0], at, end if i in part.output_ids else last[i], limits[at]) for i, at in first.items()
+    ]
     held = [_largest(views[i]) for i in outside if i in views]
     return [v for v in born if v.spec.kind in _TRANSIENT], [spec for spec in held if spec.kind in _TRANSIENT]
 
@@ -135,7 +147,7 @@ def part_peak_bytes(part: Part, env: Mapping[str, Num]) -> Num:
     starts: dict[int, list[Num]] = {}
     ends: dict[int, list[Num]] = {}
     for value in born:
-        size = tensor_bytes(table.spec(value.spec))
+        size = value.nbytes(table)
         starts.setdefault(value.first, []).append(size)
         ends.setdefault(value.last, []).append(size)
     for index in range(len(part.ops)):

@@ -10,6 +10,7 @@ import pytest
 
 from tensor_cast.config_files import config_root
 from tensor_cast.errors import ConfigError, UnknownNameError, UnsupportedModelError
+from tensor_cast.hf_config import read_facts
 from tensor_cast.model_catalog import load_model_config, model_names
 from tensor_cast.model_config import AttentionKind, ModelConfig
 
@@ -74,6 +75,23 @@ def test_embedded_values_are_the_published_ones(name: str) -> None:
             assert getattr(full, field) == getattr(kept, field), field
 
 
+SPARSE = {
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 128,
+    "num_attention_heads": 8,
+    "intermediate_size": 96,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_topk": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+
+
 def test_deepseek_r1() -> None:
     model = load_model_config("deepseek-ai/DeepSeek-R1")
     assert model.attention is AttentionKind.MLA
@@ -90,6 +108,50 @@ def test_deepseek_r1() -> None:
     assert (model.intermediate_size, model.num_nextn_predict_layers) == (18432, 1)
     assert model.quantization is not None
     assert model.quantization["weight_block_size"] == [128, 128]
+
+
+def test_layers_that_choose_tokens() -> None:
+    """max(layer - offset + 1, 0) is a multiple of freq; GLM-5.2 and 5.3: 4 and 3, the others choose in every layer."""
+    assert load_model_config("deepseek-ai/DeepSeek-V3.2").indexer_layers == (True,) * 61
+    assert load_model_config("zai-org/GLM-5").indexer_layers == (True,) * 78
+    for name in ("zai-org/GLM-5.2", "zai-org/GLM-5.3"):
+        own = load_model_config(name).indexer_layers
+        assert [i for i, chooses in enumerate(own) if chooses] == [0, 1, *range(2, 75, 4)]
+    assert load_model_config("deepseek-ai/DeepSeek-R1").indexer_layers == (False,) * 61
+
+
+@pytest.mark.parametrize(
+    ("fields", "own"),
+    [
+        ({"indexer_types": ["full", "shared", "full", "shared"]}, "FSFS"),
+        ({"index_topk_pattern": "FFSS"}, "FFSS"),
+        ({"index_topk_pattern": ["full", "shared", "shared", "full"]}, "FSSF"),
+        ({"index_topk_pattern": "FFSS", "indexer_types": ["full"] * 4}, "FFFF"),  # the list stands above all
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSFS"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, "FFFS"),
+        ({"index_topk_freq": 3}, "FFSS"),
+        ({"index_topk_freq": None, "index_topk_pattern": None, "index_skip_topk_offset": None}, "FFFF"),
+        ({}, "FFFF"),
+    ],
+)
+def test_ways_to_say_which_layers_choose(fields: dict[str, object], own: str) -> None:
+    facts = read_facts({**SPARSE, **fields}, "here")
+    assert "".join("F" if chooses else "S" for chooses in facts["indexer_layers"]) == own
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"index_topk_pattern": "FFS"}, "index_topk_pattern.*4 times F"),
+        ({"index_topk_pattern": "FFXS"}, "index_topk_pattern.*4 times F"),
+        ({"indexer_types": ["full"]}, "indexer_types.*one entry for each of 4 layers"),
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "first layer must be full"),
+        ({"index_head_dim": None}, "index_head_dim"),
+    ],
+)
+def test_what_cannot_be_said_of_them(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_facts({**SPARSE, **fields}, "here")
 
 
 def test_kinds_of_attention() -> None:

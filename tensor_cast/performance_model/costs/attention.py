@@ -11,6 +11,7 @@ import numpy as np
 
 from tensor_cast.device.profile import OpClass
 from tensor_cast.dtypes import bits_of
+from tensor_cast.engine.kv_formats import KV_FORMATS
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model.base import FREE, OpCost, dims, op_cost, tensor_bytes, tensor_numel, total_bytes
@@ -104,13 +105,26 @@ def mla_attention(op: OpRecord) -> OpCost:
     )
 
 
+def latent_bytes(rank: int, rope: int, dtype: str) -> int:
+    """Bytes of one latent that sparse attention reads: 8-bit ones are stored as ``fp8_ds_mla``."""
+    name = "fp8_ds_mla" if bits_of(dtype) == 8 else dtype
+    latent = KV_FORMATS.get(name).latent
+    assert latent is not None
+    return latent(rank, rope)
+
+
 @op_cost("tensor_cast.reshape_and_cache", "tensor_cast.mla_cache_write")
 def cache_write(op: OpRecord) -> OpCost:
     """Reads the new keys and values and writes them to the cache in the cache's dtype."""
     new = [spec for spec in op.inputs if spec.kind is Kind.ACTIVATION]
     index = [spec for spec in op.inputs if spec.kind is Kind.INDEX]
     cache = next((spec.dtype for spec in op.inputs if spec.kind is Kind.KV), new[0].dtype)
-    written: Num = 0
+    rank = op.attr("sparse_rank")
+    if rank:
+        width = int(dims(new[0])[-1])
+        written: Num = tensor_numel(new[0]) / width * latent_bytes(rank, width - rank, cache)
+        return OpCost(OpClass.POINTWISE, bytes_read=total_bytes(new) + total_bytes(index), bytes_written=written)
+    written = 0
     for spec in new:
         written = written + tensor_numel(spec) * (bits_of(cache) / 8)
     return OpCost(OpClass.POINTWISE, bytes_read=total_bytes(new) + total_bytes(index), bytes_written=written)

@@ -39,13 +39,15 @@ def gemm_cost(op: OpRecord, flops: Num, contracted: Num, op_class: OpClass) -> O
     if op_class is OpClass.BATCHED_GEMM and len(out.shape) > 2:
         rows = dims(out)[-2]
         batch = tensor_numel(out) / (rows * columns)
+    across = batch * np.maximum(columns / TILE, 1)
     return OpCost(
         op_class=OpClass.POINTWISE if outer else op_class,
         flops=flops / 2 if outer else flops,
         compute_dtype="" if outer else compute_dtype(op),
         bytes_read=total_bytes(op.inputs),
         bytes_written=total_bytes(op.outputs),
-        tiles=batch * np.maximum(rows / TILE, 1) * np.maximum(columns / TILE, 1),
+        tiles=np.maximum(rows / TILE, 1) * across,
+        streams=across,
         variant=str(op.attr("kernel", "")),
     )
 

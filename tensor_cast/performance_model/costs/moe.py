@@ -74,13 +74,17 @@ def grouped_experts(op: OpRecord) -> OpCost:
     rows = tokens * top_k * local / experts
     flops_per_row = 2 * width * (up + inter)
     out = op.outputs[0]
+    # Each expert visited has a tile that is half empty on average, and one tile at least.
+    tiles = np.maximum(touched, rows / TILE_ROWS + touched / 2)
+    across = np.maximum(inter / TILE_COLUMNS, 1)
     # permuted input, both intermediates and the expert outputs, each written once and read once
     passed_on = rows * (width + up + inter + width) * (tensor_bytes(out) / tensor_numel(out))
     return OpCost(
         op_class=OpClass.MOE,
         flops=rows * flops_per_row,
         padded_flops=(rows + touched * TILE_ROWS / 2) * flops_per_row,
-        tiles=np.maximum(touched, rows / TILE_ROWS) * np.maximum(inter / TILE_COLUMNS, 1),
+        tiles=tiles * across,
+        streams=touched * across,
         compute_dtype=str(op.attr("compute_dtype", hidden.dtype)),
         bytes_read=touched / local * total_bytes(weights) + tensor_bytes(hidden) + passed_on,
         bytes_written=tensor_bytes(out) + passed_on,
