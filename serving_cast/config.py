@@ -13,6 +13,7 @@ from typing import Any
 
 from tensor_cast.errors import ConfigError
 from tensor_cast.model_config import ParallelConfig as TensorParallelConfig
+from tensor_cast.pipeline_partition import DsaSplit
 
 __all__ = [
     "DEFAULT_MTP_ACCEPTANCE",
@@ -38,6 +39,7 @@ class ParallelConfig:
         tp_size, pp_size, dp_size, ep_size, moe_dp_size: ways of each axis.
         dcp_size: ways in which the KV cache of a sequence is split within a TP group during decode.
         cp_kv_cache_interleave_size: consecutive tokens of a sequence that one DCP rank holds.
+        pp_layer_partition: layers of each pipeline stage; empty where there is one stage or no choice was made.
 
     Raises:
         ConfigError: a size below 1, or a ``world_size`` that is not the product.
@@ -51,10 +53,11 @@ class ParallelConfig:
     moe_dp_size: int = 1
     dcp_size: int = 1
     cp_kv_cache_interleave_size: int = 1
+    pp_layer_partition: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "world_size":
+            if name not in ("world_size", "pp_layer_partition"):
                 _require_count(name, value)
         devices = self.tp_size * self.pp_size * self.dp_size
         if self.world_size not in (0, devices):
@@ -185,9 +188,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Sizes to try for each axis; None takes every divisor. ``batch_range``, inclusive, is of decodes of one rank."""
+    """Sizes to try for each axis; None takes every divisor, pipelines are looked at only where they are asked for.
+
+    ``batch_range``, inclusive, is of decodes of one rank.
+    """
 
     tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] = (1,)
     dp: tuple[int, ...] | None = None
     ep: tuple[int, ...] | None = None
     moe_dp: tuple[int, ...] | None = None
@@ -195,7 +202,7 @@ class SearchSpace:
     batch_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp", "ep", "moe_dp", "dcp"):
+        for name in ("tp", "pp", "dp", "ep", "moe_dp", "dcp"):
             sizes = getattr(self, name)
             if sizes is None:
                 continue
@@ -227,7 +234,12 @@ class OptimizerConfig:
         devices: device names; each is searched on its own with ``num_devices`` of it.
         limits: one scenario for each entry and device.
         max_batched_tokens: token budget of a step.
+        pp_layer_partition: layers of each pipeline stage as ``"41,37"``, or ``"auto"`` for the best of every size; None
+            is the engine's own rule.
+        dsa_split: how to go on where a stage would read top-k indices that it never wrote; see
+            :class:`tensor_cast.pipeline_partition.DsaSplit`. None refuses such partitions.
         prefill_devices_per_instance, decode_devices_per_instance: of the PD-ratio mode; None tries every size.
+        topology: name or file of links that replace the device's own.
         reserved_memory_gb: GiB per device kept free.
         jobs: processes for several devices; no effect on the result.
         top: candidates that the table shows; JSON and CSV hold all.
@@ -250,6 +262,9 @@ class OptimizerConfig:
     quantize_attention_action: str | None = None
     reserved_memory_gb: float = 0.0
     max_batched_tokens: int | None = None
+    pp_layer_partition: str | None = None
+    dsa_split: str | None = None
+    topology: str | None = None
     fusion: bool = True
     strict: bool = False
     use_cache: bool = True
@@ -272,6 +287,11 @@ class OptimizerConfig:
                 _require_count(f"--{name.replace('_', '-')}", value)
         if not (math.isfinite(self.reserved_memory_gb) and self.reserved_memory_gb >= 0):
             raise ConfigError(f"--reserved-memory-gb must be 0 or more, found {self.reserved_memory_gb:g}")
+        if self.pp_layer_partition is not None and max(self.space.pp) == 1:
+            raise ConfigError("--pp-layer-partition needs stages to divide the layers over; add --pp-sizes 2 or more")
+        if self.dsa_split not in (None, DsaSplit.SEND_INDICES, DsaSplit.UNSAFE):
+            allowed = f"{DsaSplit.SEND_INDICES} or {DsaSplit.UNSAFE}"
+            raise ConfigError(f"--dsa-split must be {allowed} in a search, found {self.dsa_split!r}")
         if not self.devices or not self.limits:
             raise ConfigError("a search needs at least one device and one set of limits")
         wanted = (self.prefill_devices_per_instance or 1) + (self.decode_devices_per_instance or 1)
@@ -285,7 +305,7 @@ class OptimizerConfig:
         values = asdict(self)
         del values["limits"], values["devices"]
         space = values.pop("space")
-        sizes = {f"{axis}_sizes": space[axis] for axis in ("tp", "dp", "ep", "moe_dp", "dcp")}
+        sizes = {f"{axis}_sizes": space[axis] for axis in ("tp", "pp", "dp", "ep", "moe_dp", "dcp")}
         workload: dict[str, Any] = values.pop("workload")
         return workload | values | sizes | {"batch_range": space["batch_range"], "mode": self.mode.value}
 

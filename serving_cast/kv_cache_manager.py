@@ -69,6 +69,7 @@ class KVCacheManager:
     Args:
         kv_dtype: element type of the cache.
         num_mtp_tokens: draft tokens that each request reserves slots for.
+        layers: those of one pipeline stage, draft layers among them; None for all.
     """
 
     model: ModelConfig
@@ -77,6 +78,7 @@ class KVCacheManager:
     kv_dtype: str
     dcp_semantics: str
     num_mtp_tokens: int = 0
+    layers: range | None = None
 
     def request_bytes(self, tokens: int) -> int:
         """Bytes of one request that holds ``tokens`` tokens and the slots of its next draft tokens."""
@@ -92,6 +94,7 @@ class KVCacheManager:
                 kv_dtype=self.kv_dtype,
                 dcp_semantics=self.dcp_semantics,
                 num_mtp_tokens=self.num_mtp_tokens,
+                layers=self.layers,
             )
         )
 

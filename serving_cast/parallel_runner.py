@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +16,28 @@ from serving_cast.service.layout_costs import CostsFactory, Grid, LayoutCosts, S
 from serving_cast.service.optimizer_summary import OptimizerSummary
 from serving_cast.service.pareto import pareto_rows
 from serving_cast.service.pd_ratio import best_ratio, transfer_seconds
-from serving_cast.service.points import LayoutMemory, LayoutPoints
+from serving_cast.service.points import LayoutMemory, LayoutPoints, PipelineView, StagedMemory
 from serving_cast.service.rows import Rejection, Row
-from serving_cast.service.search import choose, merit
+from serving_cast.service.search import choose, merit, nearest
+from serving_cast.service.staged_costs import StagedCosts
+from serving_cast.service.staged_state import solve_staged
 from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid, SteadyState
 from serving_cast.service.utils import divisors, resolve_search_sizes
 from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.dcp import get_semantics
+from tensor_cast.engine.kv_cache import indexer_layers
 from tensor_cast.errors import ConfigError, LegalityError
 from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.parallel import violations
+from tensor_cast.pipeline_partition import (
+    DsaSplit,
+    Partition,
+    default_partition,
+    parse_partition,
+    refuse_unsafe,
+)
 from tensor_cast.quant import QuantConfig
 
 __all__ = ["Evaluation", "ParallelRunner", "make_setting", "run_devices"]
@@ -35,6 +46,9 @@ __all__ = ["Evaluation", "ParallelRunner", "make_setting", "run_devices"]
 Progress = Callable[[int, int], None]
 
 _AGGREGATED = "aggregated"
+
+#: ``--pp-layer-partition`` that leaves the choice to the search.
+AUTO = "auto"
 _PHASES: dict[str, tuple[Phase, ...]] = {
     _AGGREGATED: (Phase.DECODE, Phase.PREFILL),
     "prefill": (Phase.PREFILL,),
@@ -82,7 +96,9 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
         model=model,
         device=device,
         engine=engine,
-        quant=QuantConfig.resolve(model, config.quantize_linear_action, config.quantize_attention_action),
+        quant=QuantConfig.resolve(
+            model, config.quantize_linear_action, config.quantize_attention_action, dcp_semantics=semantics
+        ),
         dcp_semantics=semantics,
         block_size=block,
         interleave=interleave,
@@ -118,10 +134,23 @@ class ParallelRunner:
             for dp in resolve_search_sizes(space.dp, parts):
                 if tp * dp > total and not (listed or max(tp, dp) > total):
                     continue
-                for ep in resolve_search_sizes(space.ep, (1, tp * dp) if experts else (1,)):
-                    for moe_dp in resolve_search_sizes(space.moe_dp, (1,)):
-                        for dcp in resolve_search_sizes(space.dcp, divisors(tp)):
-                            yield {"tp_size": tp, "dp_size": dp, "ep_size": ep, "moe_dp_size": moe_dp, "dcp_size": dcp}
+                for pp in resolve_search_sizes(space.pp, (1,)):
+                    if pp > 1 and tp * dp * pp > total and not (listed or pp > total):
+                        continue
+                    for ep in resolve_search_sizes(space.ep, (1, tp * dp) if experts else (1,)):
+                        for moe_dp in resolve_search_sizes(space.moe_dp, (1,)):
+                            for dcp in resolve_search_sizes(space.dcp, divisors(tp)):
+                                yield {
+                                    "tp_size": tp,
+                                    "pp_size": pp,
+                                    "dp_size": dp,
+                                    "ep_size": ep,
+                                    "moe_dp_size": moe_dp,
+                                    "dcp_size": dcp,
+                                }
+
+    def _sized(self, sizes: Mapping[str, Any]) -> ParallelConfig:
+        return ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
 
     def _get_user_config(self, phase: Phase, **sizes: int) -> ParallelConfig:
         """The layout of one phase. Prefill runs with dcp = 1, whatever is asked for decode.
@@ -135,7 +164,7 @@ class ParallelRunner:
         """
         if phase is Phase.PREFILL:
             sizes = {**sizes, "dcp_size": 1}
-        parallel = ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
+        parallel = self._sized(sizes)
         s = self.setting
         broken = violations(
             s.model,
@@ -151,7 +180,22 @@ class ParallelRunner:
         )
         if broken:
             raise broken[0]
-        return parallel
+        return replace(parallel, pp_layer_partition=self._partition(parallel.pp_size))
+
+    def _partition(self, stages: int) -> Partition:
+        """The layers of each stage; empty without stages, or where the best is yet to be chosen.
+
+        Raises:
+            LegalityError: what the user gave does not fit, or leaves layers without the top-k indices they reuse.
+        """
+        asked, model = self.config.pp_layer_partition, self.setting.model
+        if stages == 1 or asked == AUTO:
+            return ()
+        layers = model.num_hidden_layers
+        partition = default_partition(layers, stages) if asked is None else parse_partition(asked, layers, stages)
+        split = self.config.dsa_split
+        refuse_unsafe(partition, indexer_layers(model), None if split is None else DsaSplit(split))
+        return partition
 
     def _legal(self, phase: str) -> tuple[list[ParallelConfig], list[Rejection]]:
         """Layouts of one serving phase that break no rule, and what the others break."""
@@ -165,16 +209,16 @@ class ParallelRunner:
         for sizes in self.layouts():
             if phase == "prefill":
                 sizes = {**sizes, "dcp_size": 1}
-            asked = ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
+            asked = self._sized(sizes)
             if size not in (None, asked.world_size) or asked in legal or asked in rejections:
                 continue
             try:
                 for step in (Phase.PREFILL,) if phase == "prefill" else (Phase.DECODE, Phase.PREFILL):
-                    self._get_user_config(step, **sizes)
+                    found = self._get_user_config(step, **sizes)
             except LegalityError as error:
                 rejections[asked] = Rejection(asked, phase, error.rule, error.need, error.have, error.remedy)
             else:
-                legal[asked] = None
+                legal[replace(asked, pp_layer_partition=found.pp_layer_partition)] = None
         return list(legal), list(rejections.values())
 
     # -- points -------------------------------------------------------------------------------------------------
@@ -192,9 +236,17 @@ class ParallelRunner:
         points: list[LayoutPoints] = []
         for done, (phase, parallel) in enumerate(legal):
             self._progress(done, len(legal))
-            points.append(self._points(phase, parallel, *grids[phase]))
+            splits = self._splits(phase, parallel, grids[phase][1])
+            points += [self._points(phase, split, *grids[phase]) for split in splits]
         self._progress(len(legal), len(legal))
         return Evaluation(tuple(points), tuple(rejections))
+
+    def _splits(self, phase: str, parallel: ParallelConfig, grid: Grid) -> list[ParallelConfig]:
+        """The layout itself, or with every partition that may be the best."""
+        if parallel.pp_size == 1 or parallel.pp_layer_partition:
+            return [parallel]
+        found = self._costs.partitions(parallel, _PHASES[phase], grid)
+        return [replace(parallel, pp_layer_partition=partition) for partition in found]
 
     def _grid(self, phase: str) -> tuple[NDArray[np.int64], Grid]:
         """Batch sizes of a phase: all that the token budget, the engine and the user allow."""
@@ -215,17 +267,22 @@ class ParallelRunner:
         batches: NDArray[np.int64],
         grid: Grid,
     ) -> LayoutPoints:
-        costs: LayoutCosts = self._costs.costs(parallel, _PHASES[phase])
+        costs = self._costs.costs(parallel, _PHASES[phase])
         w = self.setting.workload
-        # A prefill instance hands its KV over; it never holds the output.
-        kv = costs.kv_bytes(w.input_length if phase == "prefill" else w.total_tokens)
-        memory = LayoutMemory(
-            available=self.setting.available_bytes,
-            weights=costs.weight_bytes,
-            overhead=costs.overhead_bytes,
-            activation=costs.activation_bytes(grid),
-            kv=grid.batches * kv,
-        )
+        memory: LayoutMemory | StagedMemory
+        pipeline = None
+        if isinstance(costs, StagedCosts):
+            state, flow = solve_staged(grid, costs.pipe)
+            pipeline = PipelineView(costs.batches_in_flight, flow, costs.unsafe_layers)
+            # Chunks of one prompt may fill the pipeline; else as many prompts as batches are under way.
+            chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
+            resident = max(1.0, costs.batches_in_flight / chunks)
+            memory = StagedMemory(tuple(self._memory(phase, stage, grid, resident) for stage in costs.stages))
+            prompt = max(stage.kv_bytes(w.input_length) for stage in costs.stages)
+        else:
+            state = _solve(grid, costs)
+            memory = self._memory(phase, costs, grid)
+            prompt = costs.kv_bytes(w.input_length)
         return LayoutPoints(
             phase=phase,
             parallel=parallel,
@@ -233,11 +290,25 @@ class ParallelRunner:
             num_devices=self.config.num_devices,
             replicas=self.config.num_devices // parallel.world_size,
             batches=batches,
-            state=_solve(grid, costs),
+            state=state,
             memory=memory,
-            prompt_kv_bytes=costs.kv_bytes(w.input_length),
+            prompt_kv_bytes=prompt,
             coverage=costs.coverage,
             bound_of=lambda index: costs.bound(grid, index),
+            pipeline=pipeline,
+        )
+
+    def _memory(self, phase: str, costs: LayoutCosts, grid: Grid, batches: float = 1.0) -> LayoutMemory:
+        """Memory of one rank with the KV of ``batches`` batches; only one of them runs at a time."""
+        w = self.setting.workload
+        # A prefill instance hands its KV over; it never holds the output.
+        kv = costs.kv_bytes(w.input_length if phase == "prefill" else w.total_tokens)
+        return LayoutMemory(
+            available=self.setting.available_bytes,
+            weights=costs.weight_bytes,
+            overhead=costs.overhead_bytes,
+            activation=costs.activation_bytes(grid),
+            kv=grid.batches * kv * batches,
         )
 
     # -- answers ------------------------------------------------------------------------------------------------
@@ -250,12 +321,15 @@ class ParallelRunner:
         """The answer under ``limits``."""
         rows: list[Row] = []
         rejections = list(evaluation.rejections)
-        for points in evaluation.points:
-            found = choose(points, limits)
-            if isinstance(found, Rejection):
-                rejections.append(found)
+        for partitions in _by_layout(evaluation.points):
+            found = [(points, choose(points, limits)) for points in partitions]
+            good = [points.row(index) for points, index in found if not isinstance(index, Rejection)]
+            if good:
+                rows.append(min(good, key=merit))
             else:
-                rows.append(points.row(found))
+                missed = nearest(index for _, index in found if isinstance(index, Rejection))
+                assert missed is not None
+                rejections.append(missed)
         rows.sort(key=lambda row: (row.phase != "prefill", *merit(row)))
         choice = None
         if self.config.mode is Mode.PD_RATIO:
@@ -286,6 +360,14 @@ class ParallelRunner:
             bandwidth=tier.bandwidth.value,
         )
         return moving + tier.latency_s
+
+
+def _by_layout(points: tuple[LayoutPoints, ...]) -> list[list[LayoutPoints]]:
+    """Points that differ only in their partition together; order of first appearance."""
+    groups: dict[tuple[str, ParallelConfig], list[LayoutPoints]] = {}
+    for p in points:
+        groups.setdefault((p.phase, replace(p.parallel, pp_layer_partition=())), []).append(p)
+    return list(groups.values())
 
 
 def _solve(grid: Grid, costs: LayoutCosts) -> SteadyState:

@@ -144,10 +144,10 @@ def prefill_seconds(times: StageTimes, chunks: float, batches: int) -> tuple[Arr
     """(time to the first token, seconds between prompts) of prompts that go through in ``chunks`` chunks each.
 
     A chunk needs of the one before it only what that left in the same stage's cache, so chunks of a prompt follow each
-    other like batches: the first takes a whole cycle, each further one comes a slot later.
+    other like batches: the first takes a whole cycle, each further one comes one m-th of a cycle later.
     """
-    flow = steady_flow(times, batches)
-    return flow.cycle + (chunks - 1.0) * flow.slot, chunks * flow.cycle / batches
+    cycle = steady_flow(times, batches).cycle
+    return cycle * (1.0 + (chunks - 1.0) / batches), chunks * cycle / batches
 
 
 def _most(values: Sequence[Num]) -> Any:

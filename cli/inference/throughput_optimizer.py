@@ -56,6 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     space = parser.add_argument_group("search space (commas or spaces; without a list every legal divisor)")
     space.add_argument("--tp-sizes", nargs="+", metavar="SIZE", help="tensor parallel")
+    space.add_argument(
+        "--pp-sizes", nargs="+", default=["1"], metavar="SIZE", help="pipeline stages (default 1: no pipeline)"
+    )
+    space.add_argument(
+        "--pp-layer-partition",
+        metavar="L,L,...",
+        help="layers of each stage, or auto for the best; default: vLLM's own rule",
+    )
+    space.add_argument(
+        "--dsa-split",
+        metavar="HOW",
+        help="where a stage lacks the top-k indices that its first layers reuse: send-indices or unsafe "
+        "(default: refused)",
+    )
     space.add_argument("--dp-sizes", nargs="+", metavar="SIZE", help="data parallel attention")
     space.add_argument("--ep-sizes", nargs="+", metavar="SIZE", help="expert parallel: 1 or tp*dp")
     space.add_argument("--moe-dp-sizes", nargs="+", metavar="SIZE", help="copies of the experts (default 1)")
@@ -121,6 +135,7 @@ def config_of(args: argparse.Namespace) -> OptimizerConfig:
         mtp_acceptance_rates=_many(args, "mtp_acceptance_rates", float) or (),
     )
     sizes = {axis: _many(args, f"{axis}_sizes", int) for axis in ("tp", "dp", "ep", "moe_dp", "dcp")}
+    pipelines = _many(args, "pp_sizes", int) or (1,)
     return OptimizerConfig(
         model=args.model,
         devices=tuple(dict.fromkeys(name for text in args.device for name in _split(text))),
@@ -131,7 +146,9 @@ def config_of(args: argparse.Namespace) -> OptimizerConfig:
             for ttft in _many(args, "ttft_limits", float, flag="--ttft-limit") or (None,)
             for tpot in _many(args, "tpot_limits", float, flag="--tpot-limit") or (None,)
         ),
-        space=SearchSpace(**sizes, batch_range=None if batch_range is None else (batch_range[0], batch_range[1])),
+        space=SearchSpace(
+            **sizes, pp=pipelines, batch_range=None if batch_range is None else (batch_range[0], batch_range[1])
+        ),
         mode=mode,
         prefill_devices_per_instance=_maybe(args, "prefill_devices_per_instance", int),
         decode_devices_per_instance=_maybe(args, "decode_devices_per_instance", int),
@@ -143,6 +160,8 @@ def config_of(args: argparse.Namespace) -> OptimizerConfig:
         quantize_attention_action=args.quantize_attention_action,
         reserved_memory_gb=_one(args, "reserved_memory_gb", float),
         max_batched_tokens=_maybe(args, "max_batched_tokens", int),
+        pp_layer_partition=args.pp_layer_partition,
+        dsa_split=args.dsa_split,
         fusion=not args.no_fusion,
         strict=args.strict,
         use_cache=not args.no_cache,

@@ -45,10 +45,13 @@ class ChunkGather:
     parallel: ParallelConfig
     dcp_semantics: str
     num_mtp_tokens: int = 0
+    stage_layers: int | None = None
 
     @property
     def layers(self) -> int:
-        """Layers that attend: the model's own and the draft layers, which see the prompt as well."""
+        """Layers that attend, of all or of one stage: the model's own and the draft layers, which see prompts too."""
+        if self.stage_layers is not None:
+            return self.stage_layers
         return self.model.num_hidden_layers + min(self.model.num_nextn_predict_layers, self.num_mtp_tokens)
 
     def buffers(self, tokens: Num, context_tokens: Num) -> list[tuple[str, Num]]:

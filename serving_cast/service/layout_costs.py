@@ -26,13 +26,15 @@ from tensor_cast.model_config import ModelConfig
 from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator
 from tensor_cast.performance_model.memory import activation_peak_bytes, weight_bytes
+from tensor_cast.pipeline_partition import Partition
 from tensor_cast.quant import QuantConfig
 from tensor_cast.units import GIB
 
 if TYPE_CHECKING:
+    from serving_cast.service.staged_costs import StagedCosts
     from tensor_cast.core.trace_library import TraceLibrary
 
-__all__ = ["CostsFactory", "Grid", "LayoutCosts", "Setting", "TracedCosts", "TracedCostsFactory"]
+__all__ = ["CostsFactory", "Grid", "LayoutCosts", "Setting", "TracedCosts", "TracedCostsFactory", "step_parts"]
 
 Array = NDArray[np.float64]
 Grid = AggregatedGrid | DecodeGrid | PrefillGrid
@@ -130,25 +132,36 @@ class CostsFactory(Protocol):
         """Get ready for these layouts and phases, in one go where that is cheaper."""
         ...
 
-    def costs(self, parallel: ParallelConfig, phases: tuple[Phase, ...]) -> LayoutCosts:
+    def partitions(self, parallel: ParallelConfig, phases: tuple[Phase, ...], grid: Grid) -> list[Partition]:
+        """Partitions among which ``auto`` chooses for a layout."""
+        ...
+
+    def costs(self, parallel: ParallelConfig, phases: tuple[Phase, ...]) -> LayoutCosts | StagedCosts:
         """The costs of one layout. ``phases`` without prefill is a decode-only instance, and the other way round."""
         ...
 
 
 @dataclass(frozen=True)
 class TracedCosts:
-    """Costs from traces of the model."""
+    """Costs from traces of the model, or of one of its pipeline stages, whose ``layers`` are given."""
 
     setting: Setting
     parallel: ParallelConfig
     decode: StepEstimator | None = None
     prefill: StepEstimator | None = None
+    layers: range | None = None
     kv: KVCacheManager = field(init=False)
 
     def __post_init__(self) -> None:
         s = self.setting
         manager = KVCacheManager(
-            s.model, self.parallel, s.block_size, s.quant.kv_dtype, s.dcp_semantics, s.workload.num_mtp_tokens
+            s.model,
+            self.parallel,
+            s.block_size,
+            s.quant.kv_dtype,
+            s.dcp_semantics,
+            s.workload.num_mtp_tokens,
+            self.layers,
         )
         object.__setattr__(self, "kv", manager)
 
@@ -189,7 +202,12 @@ class TracedCosts:
             return None
         s = self.setting
         return ChunkGather(
-            s.model, s.device, self.parallel.to_tensor_cast(), s.dcp_semantics, s.workload.num_mtp_tokens
+            s.model,
+            s.device,
+            self.parallel.to_tensor_cast(),
+            s.dcp_semantics,
+            s.workload.num_mtp_tokens,
+            None if self.layers is None else len(self.layers),
         )
 
     def kv_bytes(self, tokens: int) -> int:
@@ -205,6 +223,12 @@ class TracedCosts:
             peak = np.maximum(peak, activation_peak_bytes(self.decode.prepared, env))
         return peak
 
+    def peak_bytes(self, env: Mapping[str, Num]) -> float:
+        """Activation peak of one step of the phase with the larger steps."""
+        main = self.prefill or self.decode
+        assert main is not None
+        return float(activation_peak_bytes(main.prepared, env))
+
     def _profile_peak(self, input_length: int, budget: int) -> float:
         """Engines size the KV pool after a run with as many prompt tokens as a step may hold."""
         if self.prefill is None:
@@ -216,7 +240,7 @@ class TracedCosts:
     def bound(self, grid: Grid, index: int) -> str:
         """The resource that most of the mean step waits for, at one batch size. The host's share is latency."""
         totals: dict[str, float] = {str(Bound.LATENCY): self.host_s}
-        for estimator, env, scopes, weight in self._step_parts(grid):
+        for estimator, env, scopes, weight in step_parts(grid, self.decode, self.prefill):
             for bound, seconds in estimator.bound_seconds(env, scopes).items():
                 share = np.broadcast_to(weight * seconds, grid.batches.shape)[index]
                 totals[bound] = totals.get(bound, 0.0) + float(share)
@@ -225,22 +249,25 @@ class TracedCosts:
             totals[Bound.NETWORK] = totals.get(Bound.NETWORK, 0.0) + float(extra[index])
         return str(max(totals, key=lambda bound: totals[bound]))
 
-    def _step_parts(self, grid: Grid) -> list[tuple[StepEstimator, Mapping[str, Num], tuple[Scope, ...], Num]]:
-        """(estimator, sizes, scopes, weight) that add up to the device time of the grid's mean step."""
-        if not isinstance(grid, AggregatedGrid):
-            estimator = self.decode if isinstance(grid, DecodeGrid) else self.prefill
-            assert estimator is not None
-            return [(estimator, grid.env, tuple(Scope), 1.0)]
-        assert self.decode is not None
-        assert self.prefill is not None
-        calm, busy = 1.0 - grid.share, grid.share
-        return [
-            (self.decode, grid.decode_env, (Scope.SEQUENCE,), 1.0),
-            (self.decode, grid.decode_env, (Scope.TOKEN, Scope.SAMPLE), calm),
-            (self.decode, grid.mixed_env, (Scope.TOKEN,), busy),
-            (self.decode, grid.sample_env, (Scope.SAMPLE,), busy),
-            (self.prefill, grid.prefill_env, (Scope.SEQUENCE,), busy),
-        ]
+
+def step_parts(
+    grid: Grid, decode: StepEstimator | None, prefill: StepEstimator | None
+) -> list[tuple[StepEstimator, Mapping[str, Num], tuple[Scope, ...], Num]]:
+    """(estimator, sizes, scopes, weight) that add up to the device time of the grid's mean step."""
+    if not isinstance(grid, AggregatedGrid):
+        estimator = decode if isinstance(grid, DecodeGrid) else prefill
+        assert estimator is not None
+        return [(estimator, grid.env, tuple(Scope), 1.0)]
+    assert decode is not None
+    assert prefill is not None
+    calm, busy = 1.0 - grid.share, grid.share
+    return [
+        (decode, grid.decode_env, (Scope.SEQUENCE,), 1.0),
+        (decode, grid.decode_env, (Scope.TOKEN, Scope.SAMPLE), calm),
+        (decode, grid.mixed_env, (Scope.TOKEN,), busy),
+        (decode, grid.sample_env, (Scope.SAMPLE,), busy),
+        (prefill, grid.prefill_env, (Scope.SEQUENCE,), busy),
+    ]
 
 
 class TracedCostsFactory:
@@ -258,8 +285,18 @@ class TracedCostsFactory:
         """Trace everything that is missing in one go."""
         self.library.prefetch(self._layout(parallel, phase) for parallel, phases in wanted for phase in phases)
 
-    def costs(self, parallel: ParallelConfig, phases: tuple[Phase, ...]) -> TracedCosts:
-        """Costs of one layout from its traces."""
+    def partitions(self, parallel: ParallelConfig, phases: tuple[Phase, ...], grid: Grid) -> list[Partition]:
+        """The partitions among which ``auto`` chooses for a layout; see :mod:`.partitions`."""
+        from serving_cast.service.partitions import candidates
+
+        return candidates(self.setting, self.library, parallel, {p: self._layout(parallel, p) for p in phases}, grid)
+
+    def costs(self, parallel: ParallelConfig, phases: tuple[Phase, ...]) -> TracedCosts | StagedCosts:
+        """Costs of one layout from its traces, stage by stage where it has several."""
+        if parallel.pp_size > 1:
+            from serving_cast.service.staged_costs import build_staged
+
+            return build_staged(self.setting, self.library, parallel, {p: self._layout(parallel, p) for p in phases})
         estimators = {phase: self._estimator(parallel, phase) for phase in phases}
         return TracedCosts(self.setting, parallel, estimators.get(Phase.DECODE), estimators.get(Phase.PREFILL))
 

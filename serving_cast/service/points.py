@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import Limits, ParallelConfig
+from serving_cast.pipeline import Flow
 from serving_cast.service.rows import Row
 from serving_cast.service.steady_state import SteadyState
 from serving_cast.service.utils import format_parallel_label
 from tensor_cast.units import GIB, MS
 
-__all__ = ["LayoutMemory", "LayoutPoints"]
+__all__ = ["LayoutMemory", "LayoutPoints", "PipelineView", "StagedMemory"]
 
 Array = NDArray[np.float64]
 
@@ -47,6 +48,42 @@ class LayoutMemory:
 
 
 @dataclass(frozen=True)
+class StagedMemory:
+    """Memory of one rank of each pipeline stage."""
+
+    stages: tuple[LayoutMemory, ...]
+
+    @cached_property
+    def fits(self) -> NDArray[np.bool_]:
+        """Where every stage fits."""
+        return np.asarray(np.logical_and.reduce([stage.fits for stage in self.stages]), dtype=np.bool_)
+
+    def fullest(self, index: int) -> int:
+        """The stage that needs most of what it may use, at one batch size."""
+        return int(np.argmax([float(stage.total[index]) for stage in self.stages]))
+
+
+@dataclass(frozen=True)
+class PipelineView:
+    """What the rows of a pipeline add.
+
+    Args:
+        batches: in flight.
+        flow: utilisation and bubbles at every batch size.
+        unsafe_layers: layers that read top-k indices never written on their stage.
+    """
+
+    batches: int
+    flow: Flow
+    unsafe_layers: tuple[int, ...] = ()
+
+    def utilisation(self, index: int) -> float:
+        """Mean share of the time that the stages compute, at one batch size."""
+        values = np.atleast_1d(self.flow.mean_utilisation)
+        return float(values[index if len(values) > 1 else 0])
+
+
+@dataclass(frozen=True)
 class LayoutPoints:
     """One layout in one phase at every batch size.
 
@@ -57,6 +94,7 @@ class LayoutPoints:
         prompt_kv_bytes: KV of one request's prompt on one rank.
         coverage: priced share of the ops.
         bound_of: dominating resource of the step at one index.
+        pipeline: of a layout with stages.
     """
 
     phase: str
@@ -66,10 +104,15 @@ class LayoutPoints:
     replicas: int
     batches: NDArray[np.int64]
     state: SteadyState
-    memory: LayoutMemory
+    memory: LayoutMemory | StagedMemory
     prompt_kv_bytes: int
     coverage: float
     bound_of: Callable[[int], str]
+    pipeline: PipelineView | None = None
+
+    def memory_at(self, index: int) -> LayoutMemory:
+        """Memory of the rank, or of the fullest stage at one batch size."""
+        return self.memory if isinstance(self.memory, LayoutMemory) else self.memory.stages[self.memory.fullest(index)]
 
     @cached_property
     def possible(self) -> NDArray[np.bool_]:
@@ -93,7 +136,9 @@ class LayoutPoints:
         replicas = self.replicas if replicas is None else replicas
         ranks = self.parallel.dp_size * replicas
         batch = int(self.batches[index])
-        state, memory = self.state, self.memory
+        state, memory, pipeline = self.state, self.memory_at(index), self.pipeline
+        flight = pipeline.batches if pipeline else 1
+        unsafe = pipeline.unsafe_layers if pipeline else ()
         tokens = float(state.tokens_per_second[index]) * ranks
         tpot = None if state.tpot is None else float(state.tpot[index])
         device, engine, semantics = self.labels
@@ -106,7 +151,7 @@ class LayoutPoints:
             replicas=replicas,
             parallel=format_parallel_label(self.parallel),
             batch_size=batch,
-            concurrency=batch * ranks,
+            concurrency=batch * ranks * flight,
             ttft_ms=None if state.ttft is None else float(state.ttft[index]) / MS,
             tpot_ms=None if tpot is None else tpot / MS,
             throughput_tok_s=tokens,
@@ -121,4 +166,8 @@ class LayoutPoints:
             memory_available_gib=memory.available / GIB,
             coverage=self.coverage,
             bound=self.bound_of(index),
+            pp_layer_partition=",".join(map(str, self.parallel.pp_layer_partition)) or None,
+            batches_in_flight=flight,
+            pp_utilization=None if pipeline is None else pipeline.utilisation(index),
+            unsafe_layers=",".join(map(str, unsafe)) or None,
         )

@@ -25,6 +25,12 @@ class Row:
         overhead_gib: outside the allocator, captured graphs, reserved memory and the engine's null block.
         memory_total_gib: sum of weights, KV, activations and overhead, at most ``memory_available_gib``.
         bound: resource that most of the step's time waits for.
+        pp_layer_partition: layers of each pipeline stage, ``"41,37"``; None without stages. The memory of a row is that
+            of the fullest stage.
+        batches_in_flight: batches of ``batch_size`` that are under way at once, one without a pipeline.
+        pp_utilization: mean share of the time that the stages compute; None without stages.
+        unsafe_layers: layers of sparse attention that read top-k indices never written on their stage, ``"39,40,41"``;
+            None where there are none.
     """
 
     phase: str
@@ -56,6 +62,10 @@ class Row:
     memory_available_gib: float
     coverage: float
     bound: str
+    pp_layer_partition: str | None = None
+    batches_in_flight: int = 1
+    pp_utilization: float | None = None
+    unsafe_layers: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object."""

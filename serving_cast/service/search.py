@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import Limits
-from serving_cast.service.points import LayoutPoints
+from serving_cast.service.points import LayoutMemory, LayoutPoints
 from serving_cast.service.rows import Rejection, Row
 from tensor_cast.units import GIB, MS
 
@@ -103,7 +103,8 @@ def _budget_rejection(points: LayoutPoints) -> Rejection:
 
 def _memory_rejection(points: LayoutPoints) -> Rejection:
     """The smallest batch does not fit: name what is too much, weights before activations before KV."""
-    memory = points.memory
+    memory = points.memory_at(0)
+    stage = "" if isinstance(points.memory, LayoutMemory) else f" on stage {points.memory.fullest(0)}"
     fixed = memory.weights + memory.overhead + float(memory.activation[0])
     batch = int(points.batches[0])
     stages = (
@@ -122,7 +123,7 @@ def _memory_rejection(points: LayoutPoints) -> Rejection:
         points.phase,
         rule,
         need=f"{name} <= {memory.available / GIB:.2f} GiB",
-        have=f"{size / GIB:.2f} GiB",
+        have=f"{size / GIB:.2f} GiB{stage}",
         remedy=remedy,
         excess=size / memory.available,
     )

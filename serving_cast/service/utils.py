@@ -39,6 +39,10 @@ DISAGG_COLUMNS: tuple[str, ...] = (
     "memory_available_gib",
     "coverage",
     "bound",
+    "pp_layer_partition",
+    "batches_in_flight",
+    "pp_utilization",
+    "unsafe_layers",
 )
 
 

@@ -31,6 +31,8 @@ class EngineProfile(BaseModel):
         max_batched_tokens: token budget of a step.
         max_num_seqs: requests in a step at most.
         host_step_s: host time per step that is not hidden behind the device.
+        pp_extra_batches: batches that a pipeline keeps in flight beyond one for each stage.
+        pp_overlap: transfers between stages do not hold up the receiving stage.
         moe_data_parallel: whether experts may be replicated over data-parallel ranks, and EP smaller than tp * dp.
     """
 
@@ -49,13 +51,18 @@ class EngineProfile(BaseModel):
     max_batched_tokens: PositiveInt
     max_num_seqs: NonNegativeInt
     host_step_s: NonNegative
+    pp_extra_batches: NonNegativeInt = 0
+    pp_overlap: bool = False
     moe_data_parallel: bool = False
     sources: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _every_value_has_a_source(self) -> Self:
         values = [name for name in type(self).model_fields if name not in _TEXTS]
-        if missing := [name for name in values if name not in self.sources]:
+        stated = [
+            name for name in values if type(self).model_fields[name].is_required() or name in self.model_fields_set
+        ]
+        if missing := [name for name in stated if name not in self.sources]:
             raise ValueError(f"sources: no source for {', '.join(missing)}")
         if unknown := [name for name in self.sources if name not in values]:
             raise ValueError(f"sources: {', '.join(unknown)} is no value of an engine")
@@ -64,6 +71,10 @@ class EngineProfile(BaseModel):
     def block_size_for(self, attention: AttentionKind) -> int:
         """Tokens per physical KV block that the engine picks for this kind of attention."""
         return self.block_size if attention is AttentionKind.GQA else self.mla_block_size
+
+    def batches_in_flight(self, stages: int) -> int:
+        """Batches that the engine keeps in a pipeline of ``stages`` stages; 1 without a pipeline."""
+        return stages + self.pp_extra_batches if stages > 1 else 1
 
     def non_torch_gib_for(self, devices: int) -> float:
         """GiB outside the allocator on each of ``devices`` devices of an instance."""

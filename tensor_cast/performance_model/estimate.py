@@ -230,6 +230,14 @@ class StepEstimator:
                 totals[scope] = totals[scope] + seconds * segment.repeat
         return totals
 
+    def segment_seconds(self, env: Mapping[str, Num], scopes: Collection[Scope]) -> list[tuple[Segment, Num]]:
+        """Seconds of one run of each segment, over ``scopes``, in program order; times ``segment.repeat`` in a step."""
+        wanted = frozenset(scopes)
+        return [
+            (segment, sum(self._part_seconds(segment.part, self._env_of(segment, env), wanted).values()))
+            for segment in self.segments
+        ]
+
     @staticmethod
     def _env_of(
         segment: Segment, env: Mapping[str, Num], draft_env: Mapping[str, Num] | None = None

@@ -1,0 +1,155 @@
+"""What a layout with pipeline stages costs: one :class:`TracedCosts` per stage, and the transfers between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from serving_cast.config import ParallelConfig
+from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, step_parts
+from serving_cast.service.staged_state import Pipe, StagedPricer
+from serving_cast.service.steady_state import AggregatedGrid
+from tensor_cast.core.trace_library import TraceLibrary
+from tensor_cast.engine.kv_cache import indexer_layers
+from tensor_cast.ir.expr import symbol
+from tensor_cast.ir.program import Layout
+from tensor_cast.ir.record import Kind, Phase, TensorSpec, Trace
+from tensor_cast.ir.stages import split_wire
+from tensor_cast.performance_model.analytic import Bound
+from tensor_cast.performance_model.estimate import StepEstimator
+from tensor_cast.pipeline_partition import DsaSplit, stage_ranges, unsafe_by_stage
+
+__all__ = ["StagedCosts", "build_staged"]
+
+
+@dataclass(frozen=True)
+class StagedCosts:
+    """Costs of a pipeline.
+
+    Args:
+        stages: costs of each stage: its own work, weights, caches and activations.
+        wires: by phase, what crosses into each stage and back from the last one.
+        unsafe_layers: layers that read top-k indices never written on their stage.
+    """
+
+    setting: Setting
+    parallel: ParallelConfig
+    stages: tuple[TracedCosts, ...]
+    wires: Mapping[Phase, tuple[StepEstimator, ...]]
+    unsafe_layers: tuple[int, ...] = ()
+
+    @property
+    def batches_in_flight(self) -> int:
+        """Batches that the engine keeps under way at once."""
+        return self.setting.engine.batches_in_flight(len(self.stages))
+
+    @cached_property
+    def coverage(self) -> float:
+        """Priced share of the ops; the least of all stages."""
+        return min(stage.coverage for stage in self.stages)
+
+    @cached_property
+    def pipe(self) -> Pipe:
+        """The pipeline for the serving maths."""
+        gathers = tuple(stage.gather for stage in self.stages)
+        return Pipe(
+            decode=self._pricer(Phase.DECODE),
+            prefill=self._pricer(Phase.PREFILL),
+            batches=self.batches_in_flight,
+            host_s=self.setting.engine.host_step_s,
+            overlap=self.setting.engine.pp_overlap,
+            gather=None if gathers[0] is None else tuple(gather for gather in gathers if gather is not None),
+        )
+
+    def _pricer(self, phase: Phase) -> StagedPricer | None:
+        if phase not in self.wires:
+            return None
+        work = [stage.decode if phase is Phase.DECODE else stage.prefill for stage in self.stages]
+        return StagedPricer(tuple(pricer for pricer in work if pricer is not None), self.wires[phase])
+
+    def bound(self, grid: Grid, index: int) -> str:
+        """The resource that most of a batch's way through all stages waits for."""
+        totals: dict[str, float] = {str(Bound.LATENCY): self.setting.engine.host_step_s}
+        for number, stage in enumerate(self.stages):
+            wires = {phase: wire[number] for phase, wire in self.wires.items()}
+            passing = TracedCosts(
+                self.setting, self.parallel, wires.get(Phase.DECODE), wires.get(Phase.PREFILL), stage.layers
+            )
+            for costs in (stage, passing):
+                for estimator, env, scopes, weight in step_parts(grid, costs.decode, costs.prefill):
+                    for bound, seconds in estimator.bound_seconds(env, scopes).items():
+                        share = np.broadcast_to(weight * seconds, grid.batches.shape)[index]
+                        totals[bound] = totals.get(bound, 0.0) + float(share)
+            if isinstance(grid, AggregatedGrid) and stage.gather is not None:
+                extra = grid.share * stage.gather(grid.prompts, grid.chunk, *grid.context_before())
+                totals[Bound.NETWORK] = totals.get(Bound.NETWORK, 0.0) + float(extra[index])
+        return str(max(totals, key=lambda bound: totals[bound]))
+
+
+def build_staged(
+    setting: Setting,
+    library: TraceLibrary,
+    parallel: ParallelConfig,
+    layouts: Mapping[Phase, Layout],
+) -> StagedCosts:
+    """Costs of ``parallel``, whose ``pp_layer_partition`` says what each stage runs.
+
+    Args:
+        setting: model, device and engine.
+        library: where traces come from.
+        parallel: the layout.
+        layouts: what is traced for each phase.
+    """
+    partition = parallel.pp_layer_partition
+    unsafe, extra = _shared_indices(setting, partition)
+    work: dict[Phase, list[StepEstimator]] = {}
+    wires: dict[Phase, list[StepEstimator]] = {}
+    for phase, layout in layouts.items():
+        for number, trace in enumerate(library.stages(layout, partition, extra=extra)):
+            inside, crossing = split_wire(trace)
+            work.setdefault(phase, []).append(_estimator(setting, layout, inside, number))
+            wires.setdefault(phase, []).append(_estimator(setting, layout, crossing, number))
+    drafts = min(setting.model.num_nextn_predict_layers, setting.workload.num_mtp_tokens)
+    stages = []
+    for number, own in enumerate(stage_ranges(partition)):
+        last = number == len(partition) - 1
+        stages.append(
+            TracedCosts(
+                setting,
+                parallel,
+                work[Phase.DECODE][number] if Phase.DECODE in work else None,
+                work[Phase.PREFILL][number] if Phase.PREFILL in work else None,
+                range(own.start, own.stop + drafts) if last else own,
+            )
+        )
+    crossing_by_phase = {phase: tuple(found) for phase, found in wires.items()}
+    return StagedCosts(setting, parallel, tuple(stages), crossing_by_phase, unsafe)
+
+
+def _shared_indices(
+    setting: Setting, partition: Sequence[int]
+) -> tuple[tuple[int, ...], dict[int, tuple[TensorSpec, ...]]]:
+    """(layers left unsafe, tensors that stages receive so that their first layers can reuse top-k indices)."""
+    by_stage = unsafe_by_stage(partition, indexer_layers(setting.model))
+    if setting.config.dsa_split != DsaSplit.SEND_INDICES:
+        return tuple(layer for layers in by_stage for layer in layers), {}
+    top_k = int(json.loads(setting.model.hf_config).get("index_topk") or 0)
+    indices = TensorSpec((symbol("B"), symbol("Q"), top_k), "int32", Kind.INDEX)
+    return (), {stage: (indices,) for stage, layers in enumerate(by_stage) if layers}
+
+
+def _estimator(setting: Setting, layout: Layout, trace: Trace, stage: int) -> StepEstimator:
+    return StepEstimator(
+        trace,
+        device=setting.device,
+        engine=setting.engine,
+        parallel=layout.parallel,
+        quant=setting.quant,
+        fusion=setting.config.fusion,
+        strict=setting.config.strict,
+        stage=stage,
+    )

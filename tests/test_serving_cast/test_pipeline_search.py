@@ -1,0 +1,192 @@
+"""Layouts with pipeline stages in the search: from traces to rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_fakes import FakePricer
+
+from cli.inference import throughput_optimizer
+from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig, SearchSpace, Workload
+from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.pipeline import steady_flow
+from serving_cast.service.layout_costs import TracedCosts, TracedCostsFactory
+from serving_cast.service.staged_costs import StagedCosts
+from serving_cast.service.staged_state import Pipe, StagedPricer, solve_staged
+from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
+from tensor_cast.errors import ConfigError
+from tensor_cast.ir.record import Phase, Scope
+from tensor_cast.pipeline_partition import all_partitions
+
+LLAMA = "meta-llama/Meta-Llama-3.1-70B"
+BOTH = (Phase.DECODE, Phase.PREFILL)
+
+
+def asked(**values: Any) -> OptimizerConfig:
+    defaults: dict[str, Any] = {
+        "model": LLAMA,
+        "devices": ("H100_SXM",),
+        "num_devices": 8,
+        "workload": Workload(4096, 512),
+        "space": SearchSpace(tp=(4,), dp=(1,), dcp=(1,), pp=(2,)),
+    }
+    return OptimizerConfig(**(defaults | values))
+
+
+def runner(**values: Any) -> ParallelRunner:
+    config = asked(**values)
+    return ParallelRunner(make_setting(config, config.devices[0]))
+
+
+class NoWire:
+    """Stages that are next to each other: nothing to wait for."""
+
+    def seconds(self, env: Any, scopes: Any) -> dict[Scope, Any]:
+        return dict.fromkeys(scopes, 0.0)
+
+
+@pytest.mark.parametrize("build", [AggregatedGrid.build, DecodeGrid.build, PrefillGrid.build])
+def test_one_stage_is_no_pipeline(build: Any) -> None:
+    grid = build(Workload(3000, 400, num_mtp_tokens=1), 2048, np.arange(1.0, 60.0))
+    pricer = FakePricer()
+    staged = StagedPricer((pricer,), (NoWire(),))
+    state, _ = solve_staged(grid, Pipe(staged, staged, batches=1, host_s=2e-3))
+    plain = grid.solve(pricer, pricer, 2e-3) if isinstance(grid, AggregatedGrid) else grid.solve(pricer, 2e-3)
+    for name in ("step", "tpot", "ttft", "tokens_per_second", "requests_per_second", "within_budget"):
+        mine, theirs = getattr(state, name), getattr(plain, name)
+        if theirs is None:
+            assert mine is None
+        else:
+            inside = plain.within_budget
+            np.testing.assert_allclose(mine[inside], theirs[inside], rtol=1e-12)
+
+
+def test_stage_times_add_up_to_the_step() -> None:
+    """The stages of a layout take together what the whole takes, but for rotary tables and gathers made again."""
+    config = asked(space=SearchSpace(tp=(4,), dp=(1,), dcp=(1,), pp=(1, 4)), num_devices=16)
+    factory = TracedCostsFactory(make_setting(config, "H100_SXM"))
+    whole = factory.costs(ParallelConfig(tp_size=4), BOTH)
+    staged = factory.costs(ParallelConfig(tp_size=4, pp_size=4, pp_layer_partition=(20, 20, 20, 20)), BOTH)
+    assert isinstance(whole, TracedCosts)
+    assert isinstance(staged, StagedCosts)
+    grid = DecodeGrid.build(config.workload, 8192, np.array([1.0, 64.0]))
+    total = sum(whole.decode.seconds(grid.env, tuple(Scope)).values())  # type: ignore[union-attr]
+    times = staged.pipe.times(grid)
+    np.testing.assert_allclose(sum(times.work), total, rtol=0.02)
+    assert (np.asarray(sum(times.work)) > total).all()
+    assert not times.hops[0].any()
+    assert all((hop > 0).all() for hop in times.hops[1:])
+    assert sum(stage.weight_bytes for stage in staged.stages) == whole.weight_bytes
+    assert sum(stage.kv_bytes(5000) for stage in staged.stages) == whole.kv_bytes(5000)
+
+
+def test_row_of_a_pipeline() -> None:
+    run = runner()
+    evaluation = run.evaluate()
+    (points,) = evaluation.points
+    row = points.row(9)
+    assert row.parallel == "tp4pp2"
+    assert (row.pp, row.replicas, row.batch_size, row.concurrency) == (2, 1, 10, 20)
+    assert row.pp_layer_partition == "40,40"
+    assert row.batches_in_flight == 2
+    # Two batches in flight: 20 requests gain a token per cycle. KV: 20 requests of 4,608 tokens, 40 layers, 2 heads.
+    assert row.throughput_tok_s == pytest.approx(20 / (row.tpot_ms * 1e-3))
+    assert row.kv_cache_size_gb == pytest.approx(20 * 4608 * 40 * 2 * 2 * 128 * 2 / 2**30)
+    # The last stage holds the head and the norm beside its 40 layers; it is the fuller one.
+    weights = [stage.weights for stage in points.memory.stages]
+    assert weights[1] - weights[0] == 8192 * 2  # embedding and head are alike, the final norm remains
+    assert row.weights_gib == pytest.approx(weights[1] / 2**30)
+    assert 0 < row.pp_utilization < 1
+
+
+def test_an_extra_batch_in_flight() -> None:
+    setting = make_setting(asked(mode=Mode.DISAGGREGATED), "H100_SXM")
+    engine = setting.engine.model_copy(update={"pp_extra_batches": 1})
+    points = {}
+    for name, chosen in (("p", setting.engine), ("p+1", engine)):
+        evaluation = ParallelRunner(replace(setting, engine=chosen)).evaluate()
+        points[name] = next(p for p in evaluation.points if p.phase == "decode")
+    assert points["p+1"].row(9).concurrency == 30
+    assert points["p+1"].row(9).pp_utilization > points["p"].row(9).pp_utilization
+    assert points["p+1"].row(9).tpot_ms > points["p"].row(9).tpot_ms
+
+
+def test_same_requests_on_more_stages() -> None:
+    """Source 004: what fits one TP group gains nothing from stages, replicas serve more (section 7)."""
+    space = SearchSpace(tp=(8,), dp=(1,), dcp=(1,), pp=(1, 2), batch_range=(32, 64))
+    (summary,) = runner(num_devices=16, space=space).run()
+    rows = {row.parallel: row for row in summary.candidates}
+    assert rows["tp8"].replicas == 2
+    assert rows["tp8"].throughput_tok_s > rows["tp8pp2"].throughput_tok_s
+
+
+def test_auto_is_the_best_of_all() -> None:
+    """Every split of 80 layers over two stages, each searched on its own: none serves more than what auto finds."""
+    space = SearchSpace(tp=(4,), dp=(1,), dcp=(1,), pp=(2,), batch_range=(8, 8))
+    (auto,) = runner(space=space, pp_layer_partition="auto").run()
+    best = auto.candidates[0]
+    factory_run = runner(space=space)
+    rates = {}
+    for partition in all_partitions(80, 2):
+        parallel = ParallelConfig(tp_size=4, pp_size=2, pp_layer_partition=partition)
+        points = factory_run._points("aggregated", parallel, *factory_run._grid("aggregated"))
+        rates[partition] = points.row(0).throughput_tok_s
+    assert best.throughput_tok_s == pytest.approx(max(rates.values()), rel=1e-9)
+
+
+def test_mtp_counts_on_the_last_stage() -> None:
+    """Each of k draft passes runs one more layer on the last stage (source 000, section 4.2: 39 against 39 + 3)."""
+    model = "deepseek-ai/DeepSeek-V3"
+    space = SearchSpace(tp=(8,), dp=(1,), dcp=(1,), ep=(1,), pp=(2,))
+    times = {}
+    for k in (0, 3):
+        config = asked(
+            model=model, devices=("H200_SXM",), num_devices=16, workload=Workload(4096, 512, 0, k), space=space
+        )
+        factory = TracedCostsFactory(make_setting(config, "H200_SXM"))
+        costs = factory.costs(ParallelConfig(tp_size=8, pp_size=2, pp_layer_partition=(31, 30)), BOTH)
+        assert isinstance(costs, StagedCosts)
+        env = {"B": np.array([16.0]), "Q": 1.0 + k, "S": 4096.0}
+        pricer = costs.stages[1].decode
+        assert pricer is not None
+        times[k] = [(s.layers, s.query_len) for s in pricer.segments if s.part.key.startswith("attention")]
+        assert steady_flow(costs.pipe.times(DecodeGrid(config.workload, 8192, env["B"], env)), 2).cycle > 0
+    assert times[0] == [(tuple(range(31, 61)), None)]
+    assert times[3] == [(tuple(range(31, 61)), None), ((61,), None), ((61,), 1), ((61,), 1)]
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    base = [LLAMA, "--device", "H100_SXM", "--num-devices", "8", "--input-length", "4096", "--output-length", "512"]
+    sizes = ["--tp-sizes", "4", "--dp-sizes", "1", "--dcp-sizes", "1", "--pp-sizes", "1,2", "--format", "json"]
+    assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,39"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert {row["parallel"]: row["pp_layer_partition"] for row in out["candidates"]} == {"tp4": None, "tp4pp2": "41,39"}
+    assert out["inputs"]["pp_sizes"] == [1, 2]
+    assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,40"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    (rejection,) = out["rejections"]
+    assert (rejection["rule"], rejection["have"]) == ("pp.partition_sum", "41+40 = 81")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"space": SearchSpace(), "pp_layer_partition": "41,39"}, "--pp-sizes"),
+        ({"dsa_split": "self-compute"}, "--dsa-split"),
+        ({"dsa_split": "what"}, "--dsa-split"),
+    ],
+)
+def test_options_that_make_no_sense(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked(**values)
+
+
+def test_too_many_stages_are_a_rejection() -> None:
+    (summary,) = runner(
+        num_devices=128, space=SearchSpace(tp=(1,), dp=(1,), dcp=(1,), pp=(81,)), limits=(Limits(),)
+    ).run()
+    assert [r.rule for r in summary.rejections] == ["pp.layers"]
