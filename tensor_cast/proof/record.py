@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -40,7 +41,7 @@ def step_sizes(cell: Cell, phase: Phase) -> dict[str, int]:
 def record_phases(
     anatomy: Anatomy, ctx: ParallelContext, cell: Cell, config: ModelConfig
 ) -> dict[Phase, tuple[OpRecord, ...]]:
-    """Run one prefill and one decode step on this rank and write down their ops. All ranks must take part."""
+    """Run one prefill and one decode step; rank 0 writes down its ops. All ranks must take part."""
     return {phase: _record(anatomy, ctx, cell, config, phase) for phase in Phase}
 
 
@@ -67,7 +68,7 @@ def _record(
         program.model, step, ctx
     )
     ids = torch.randint(3, config.vocab_size, (batch, query), generator=torch.Generator().manual_seed(1))
-    with recorder.recording():
+    with recorder.recording() if ctx.rank == 0 else nullcontext():
         program(ids, step, last_only=phase is Phase.PREFILL)
     return tuple(event for event in recorder.events if isinstance(event, OpRecord))
 

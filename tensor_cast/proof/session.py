@@ -87,7 +87,7 @@ def run_rank(job: Job, rank: int) -> RankRun:
         ops = {}
         if job.record:
             ops = record_phases(random_anatomy(job.config, job.seed, False), ctx, job.cell, job.config)
-        return RankRun(logits, layers, sampled, ops if rank == 0 else {})
+        return RankRun(logits, layers, sampled, ops)
 
 
 def token_ids(cell: Cell, dp_rank: int, vocab: int, seed: int) -> torch.Tensor:
