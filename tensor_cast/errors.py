@@ -33,14 +33,26 @@ class ConfigError(MsModelingError):
 class UnknownNameError(ConfigError):
     """A name is not in a registry; the message lists near misses and what there is."""
 
+    #: Names listed when nothing comes near; the rest is counted.
+    listed = 40
+
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         self.kind = kind
         self.name = name
         self.known = sorted(known)
+        near = self._near(name.casefold())
+        if near:
+            super().__init__(f"unknown {kind} {name!r}; did you mean {' or '.join(near)}?")
+            return
+        more = f" and {len(self.known) - self.listed} more" if len(self.known) > self.listed else ""
+        super().__init__(f"unknown {kind} {name!r}. Known: {', '.join(self.known[: self.listed])}{more}.")
+
+    def _near(self, name: str) -> list[str]:
+        """Up to three names: those that hold ``name`` whole first, then those spelled alike."""
         by_folded = {k.casefold(): k for k in self.known}
-        near = [by_folded[m] for m in difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.6)]
-        hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        super().__init__(f"unknown {kind} {name!r}{hint} Known: {', '.join(self.known)}.")
+        holding = [k for k in by_folded if name and name in k]
+        alike = difflib.get_close_matches(name, by_folded, n=3, cutoff=0.6)
+        return [by_folded[k] for k in dict.fromkeys((*holding, *alike))][:3]
 
 
 class UnsupportedModelError(MsModelingError):

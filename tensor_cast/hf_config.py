@@ -17,6 +17,7 @@ Config = Mapping[str, Any]
 #: Keys under which multimodal wrappers keep the language model.
 _TEXT_KEYS = ("text_config", "language_config", "llm_config", "thinker_config")
 #: What a wrapper may say once for all its parts.
+_WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 _INHERITED = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddings")
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -81,6 +82,8 @@ def text_config(raw: Config, where: str) -> dict[str, Any]:
         if not named or (conditional and nested is None):
             raise _not_causal(where, ", ".join(map(str, architectures)))
     if nested is None:
+        if broken := next((key for key in _TEXT_KEYS if key in raw and "num_hidden_layers" not in raw), None):
+            raise ConfigError(f"{where}: field {broken}: found {raw[broken]!r}; allowed is an object")
         return dict(raw)
     inherited = {key: raw[key] for key in _INHERITED if key in raw and key not in nested}
     return {**text_config(nested, where), **inherited}
@@ -110,7 +113,7 @@ def read_facts(config: Config, where: str) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "vocab_size": reader.size(("vocab_size",)),
         "max_position_embeddings": reader.optional(_POSITIONS),
-        "dtype": _dtype(config),
+        "dtype": _dtype(config, where),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
         "num_nextn_predict_layers": reader.optional(_MTP),
         "quantization": _quantization(config, where),
@@ -173,9 +176,13 @@ def _not_causal(where: str, found: object) -> ConfigError:
     )
 
 
-def _dtype(config: Config) -> str:
+def _dtype(config: Config, where: str) -> str:
     # Configs written without a dtype are those of bfloat16 checkpoints; engines never serve in float32 by default.
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    name = {"half": "float16", "float": "float32", "auto": "bfloat16"}.get(name, name)
+    if name not in _WEIGHT_DTYPES:
+        raise ConfigError(f"{where}: field dtype: found {name!r}; allowed is one of {', '.join(_WEIGHT_DTYPES)}")
+    return name
 
 
 def _quantization(config: Config, where: str) -> Config | None:

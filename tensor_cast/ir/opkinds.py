@@ -11,7 +11,7 @@ from __future__ import annotations
 #: Vector FLOPs of one exp, log, sine, square root or division.
 TRANSCENDENTAL = 8
 
-_MOVE = """_to_copy clone copy copy_ contiguous cat stack expand_copy repeat constant_pad_nd fill fill_ zero_
+_MOVE = """_to_copy clone copy copy_ contiguous cat concat stack expand_copy repeat constant_pad_nd fill fill_ zero_
     lift_fresh_copy zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full arange scalar_tensor
     index index_select gather slice_scatter select_scatter scatter scatter_ index_copy masked_scatter flip roll
     repeat_interleave one_hot diagonal_copy tril triu"""

@@ -82,10 +82,21 @@ def build(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrained
             built = AutoModelForCausalLM.from_config(
                 config, dtype=dtype or getattr(torch, model.dtype), attn_implementation=IMPLEMENTATION
             )
+        except KeyError as error:
+            if error.args != (IMPLEMENTATION,):
+                raise _unbuildable(model, error) from error
+            raise UnsupportedModelError(
+                f"{model.model_id} ({model.model_type}) looks its attention up in a table of its own, which cannot be "
+                "replaced; models that use Transformers' attention interface can be traced."
+            ) from error
         except Exception as error:
-            raise ConfigError(f"{model.model_id}: Transformers cannot build this model: {one_line(error)}") from error
+            raise _unbuildable(model, error) from error
     built.tie_weights()
     return built.eval()
+
+
+def _unbuildable(model: ModelConfig, error: Exception) -> ConfigError:
+    return ConfigError(f"{model.model_id}: Transformers cannot build this model: {one_line(error)}")
 
 
 @contextmanager

@@ -357,6 +357,8 @@ def test_facts_agree_with_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"torch_dtype": "float3"}, "field dtype: found 'float3'; allowed is one of bfloat16"),
+        ({"text_config": "x", "num_hidden_layers": None}, "field text_config: found 'x'; allowed is an object"),
         ({"hidden_size": None}, "need hidden_size or n_embd .* as a positive integer; found none of them"),
         ({"hidden_size": 0}, "need hidden_size .*found hidden_size = 0"),
         ({"hidden_size": -64}, "field hidden_size: found -64; allowed is a positive integer"),

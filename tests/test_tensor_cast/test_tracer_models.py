@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tracer_models import TINY, model_config, tiny
+from transformers import CONFIG_MAPPING
 
+import tensor_cast
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import ConfigError, LegalityError, UnknownNameError, UnsupportedModelError
@@ -272,3 +276,21 @@ def test_illegal_dcp_is_refused() -> None:
         lib.trace(ParallelConfig(4), Phase.DECODE, dcp_semantics="vllm-ascent", block_size=4)
     with pytest.raises(ConfigError, match="block_size"):
         lib.trace(ParallelConfig(4), Phase.DECODE, dcp_semantics="vllm", block_size=0)
+
+
+@pytest.mark.parametrize("kind", ["phi", "starcoder2", "phimoe"])
+def test_dropout_of_inference_is_no_op(kind: str, tmp_path: Path) -> None:
+    """Layers that keep a dropout call, and one that spells ``cat`` as ``concat``, are priced whole."""
+    values = CONFIG_MAPPING[kind]().to_dict()
+    values |= {"model_type": kind, "architectures": [f"{kind}ForCausalLM"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(values, default=str))
+    view = tensor_cast.trace(str(tmp_path), use_cache=False)
+    assert view.coverage == 1.0
+    assert not any(op.name == "aten.dropout" for op in view.ops)
+
+
+def test_attention_that_cannot_be_replaced_is_said(tmp_path: Path) -> None:
+    values = CONFIG_MAPPING["falcon"]().to_dict() | {"model_type": "falcon", "architectures": ["FalconForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(values, default=str))
+    with pytest.raises(UnsupportedModelError, match="table of its own"):
+        tensor_cast.trace(str(tmp_path), use_cache=False)
