@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from cli.inference.common import (
@@ -70,13 +71,15 @@ def run(args: argparse.Namespace) -> int:
         print_json(result.to_json())
     else:
         _print_tables(result, args.top)
+    for warning in result.warnings:
+        sys.stderr.write(f"warning: {warning}\n")
     return 0
 
 
 def _print_tables(result: RunResult, top: int) -> None:
     from rich.table import Table
 
-    summary = Table(title=_title(result), title_justify="left", show_header=False)
+    summary = Table(show_header=False)
     summary.add_column("what")
     summary.add_column("value", justify="right")
     for name, value in _summary(result):
@@ -120,7 +123,7 @@ def _print_tables(result: RunResult, top: int) -> None:
             f"{layer.total_s / layer.count * 1e6:,.1f}",
             f"{layer.total_s * 1e3:,.3f}",
         )
-    print_tables(summary, ops, layers)
+    print_tables(_title(result), summary, ops, layers)
 
 
 def _title(result: RunResult) -> str:

@@ -52,6 +52,26 @@ class RunResult:
         return self.estimate.step_s
 
     @property
+    def step_ms(self) -> float:
+        """Milliseconds of the step."""
+        return self.step_s / MS
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a deployment of this step would stumble over, one line each."""
+        found = []
+        memory = self.memory
+        if not memory.fits:
+            found.append(
+                f"does not fit: one rank needs {memory.total_gib:.2f} GiB and the engine has {memory.available_gib:.2f} "
+                "GiB; use more tp or ep, fewer requests, a shorter context or a smaller weight format"
+            )
+        longest = self.model.max_position_embeddings
+        if self.sizes["S"] > longest:
+            found.append(f"a context of {self.sizes['S']} tokens exceeds the model's max_position_embeddings {longest}")
+        return found
+
+    @property
     def kv_cache_size_gb(self) -> float:
         """GiB of KV cache that this batch fills on one rank."""
         return self.memory.kv / GIB
@@ -75,7 +95,7 @@ class RunResult:
                 "query_length": self.sizes["Q"],
                 "context_length": self.sizes["S"],
             },
-            "step_ms": self.step_s / MS,
+            "step_ms": self.step_ms,
             "host_ms": self.estimate.host_s / MS,
             "bound": self.estimate.bound,
             "weights_gib": self.memory.weights_gib,
@@ -84,6 +104,7 @@ class RunResult:
             "memory_total_gib": self.memory.total_gib,
             "memory_available_gib": self.memory.available_gib,
             "fits": self.memory.fits,
+            "warnings": self.warnings,
             "coverage": self.estimate.coverage,
             "unpriced": dict(self.estimate.unpriced),
             "ops": [_op_json(op) for op in self.estimate.ops],

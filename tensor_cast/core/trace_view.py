@@ -41,7 +41,9 @@ class TraceView:
     @property
     def title(self) -> str:
         """Model, phase and layout in one line."""
-        layout = " ".join(f"{axis}{size}" for axis, size in self.trace.layout.items() if size > 1) or "one rank"
+        experts = any(op.name == "tensor_cast.grouped_experts" for op in self.trace.ops)
+        sizes = {axis: n for axis, n in self.trace.layout.items() if n > 1 and (experts or axis != "moe_tp")}
+        layout = " ".join(f"{axis}{size}" for axis, size in sizes.items()) or "one rank"
         return f"{self.trace.model_id}, {self.trace.phase} step, {layout}"
 
     def collectives_of(self, axis: str) -> TraceView:

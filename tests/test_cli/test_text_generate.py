@@ -108,3 +108,16 @@ def test_table(run):
     assert result.code == 0
     assert "Time by op" in result.out
     assert "\x1b" not in result.out
+
+
+def test_a_step_that_does_not_fit_is_priced_with_a_warning(run):
+    result = run("text_generate", "deepseek-ai/DeepSeek-R1", "--device", "H200_SXM", *POINT, "--format", "json")
+    assert result.code == 0
+    assert result.json()["fits"] is False
+    assert result.json()["memory_total_gib"] > result.json()["memory_available_gib"]
+    assert result.err.startswith("warning: does not fit: one rank needs")
+
+
+def test_a_context_beyond_the_model_is_warned_of(run):
+    result = run("text_generate", "Qwen/Qwen3-8B", "--device", "H200_SXM", "--context-length", 50000, "--decode")
+    assert "exceeds the model's max_position_embeddings 40960" in result.err
