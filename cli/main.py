@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "cli.inference.verify",
         "prove a layout: run a small copy on this machine, compare it with Transformers",
     ),
+    "workload": ("cli.inference.workload", "an example cost model, stages against tensor parallelism and replicas"),
     "devices": ("cli.inference.devices", "list the embedded devices"),
     "models": ("cli.inference.models", "list the embedded model configs"),
 }

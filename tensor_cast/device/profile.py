@@ -108,11 +108,16 @@ class KernelFit(_Frozen):
 
 
 class CollectiveFit(_Frozen):
-    """``time = alpha_s + alpha_rank_s * (ranks - 1) + wire_bytes / (link bandwidth * efficiency)`` within one tier."""
+    """``time = alpha_s + alpha_rank_s * (ranks - 1) + wire_bytes / (link bandwidth * efficiency)`` within one tier.
+
+    A group that spans tiers runs tier by tier, or with ``flat`` as one ring over all ranks at the speed of the outermost
+    tier that it crosses.
+    """
 
     alpha_s: NonNegative
     alpha_rank_s: NonNegative = 0.0
     efficiency: Fraction
+    flat: bool = False
     source: str
     error: float | None = None
 

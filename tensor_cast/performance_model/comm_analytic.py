@@ -18,6 +18,8 @@ message between nodes costs latencies, not a ratio of bandwidths:
 - reduce_scatter: in the node first, then 1/n of the data across;
 - all_gather: across first (small), then n times as much in the node;
 - all_to_all: what goes to other nodes is first collected in the node, then sent across: each level moves its share.
+
+A fit that is ``flat`` takes all ranks as one ring, which is as fast as the slowest link that it crosses.
 """
 
 from __future__ import annotations
@@ -107,7 +109,10 @@ def collective_parts(device: DeviceProfile, kind: str, nbytes: Num, ranks: Seque
         return 0.0, 0.0 * nbytes
     latency: float = 0.0
     transfer: Num = 0.0
-    for stage, amount, span in _stages(kind, nbytes, spans(device, tuple(ranks))):
+    groups = spans(device, tuple(ranks))
+    if _fit(device, kind).flat:
+        groups = (Span(groups[-1].tier, len(ranks), len(ranks)),)
+    for stage, amount, span in _stages(kind, nbytes, groups):
         alpha, moving = _stage_parts(device, stage, amount, span)
         latency, transfer = latency + alpha, transfer + moving
     return latency, transfer
