@@ -78,14 +78,14 @@ def _(kv_cache, block_table, positions, num_keys, window):
     return [kv_cache.new_empty((batch, num_keys, kv_cache.shape[2]))]
 
 
-def _wide(q):
+def wide_dtype(q: torch.Tensor) -> torch.dtype:
     """Type of the softmax and its lse: float32, as kernels have it, unless the model itself is wider (float64)."""
     return torch.promote_types(q.dtype, torch.float32)
 
 
 def _attend(q, k, v, sinks, visible, scale, softcap):
-    """Masked softmax: q [B, Q, h, D], k, v [B, S', hkv, ...] -> out [B, Q, h, Dv], lse [B, Q, h] (see _wide)."""
-    wide = _wide(q)
+    """Masked softmax: q [B, Q, h, D], k, v [B, S', hkv, ...] -> out [B, Q, h, Dv], lse [B, Q, h] (see wide_dtype)."""
+    wide = wide_dtype(q)
     groups = q.shape[2] // k.shape[2]
     k, v = (t.to(wide).repeat_interleave(groups, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bshd->bhqs", q.to(wide), k) * scale
@@ -141,7 +141,7 @@ def attention(
 def _(q, k, v, sinks, positions, scale, causal, window, softcap, phase, dcp, dcp_rank, interleave, return_lse):
     out = [q.new_empty((*q.shape[:3], v.shape[3]))]
     if return_lse:
-        out.append(q.new_empty(q.shape[:3], dtype=_wide(q)))
+        out.append(q.new_empty(q.shape[:3], dtype=wide_dtype(q)))
     return out
 
 
@@ -174,7 +174,7 @@ def mla_attention(
 def _(q, kv, positions, scale, kv_lora_rank, causal, window, phase, dcp, dcp_rank, interleave, return_lse):
     out = [q.new_empty((*q.shape[:3], kv_lora_rank))]
     if return_lse:
-        out.append(q.new_empty(q.shape[:3], dtype=_wide(q)))
+        out.append(q.new_empty(q.shape[:3], dtype=wide_dtype(q)))
     return out
 
 

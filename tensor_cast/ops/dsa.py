@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tensor_cast.ops.attention import wide_dtype
 from tensor_cast.ops.kv_layout import key_positions, slot_mapping
 
 
@@ -50,20 +51,21 @@ def indexer_scores(
     dcp_rank: int,
     interleave: int,
 ) -> torch.Tensor:
-    """Index scores [B, Q, S'] in float32; -inf where the query does not see the key.
+    """Index scores [B, Q, S'] in float32 (:func:`wide_dtype`); -inf where the query does not see the key.
 
     ``sum_n weights_n * relu(scale * q_n . k)`` for q [B, Q, n, d], weights [B, Q, n] and keys [B, S', d], in float32
     and in the order in which Transformers computes it. Engines run it in fp8 with keys shared by the Q queries.
     """
-    scores = torch.matmul(q.float(), keys.transpose(-1, -2).float().unsqueeze(1)) * scale
-    scores = torch.matmul(weights.float().unsqueeze(-2), torch.relu(scores)).squeeze(-2)
+    wide = wide_dtype(q)
+    scores = torch.matmul(q.to(wide), keys.transpose(-1, -2).to(wide).unsqueeze(1)) * scale
+    scores = torch.matmul(weights.to(wide).unsqueeze(-2), torch.relu(scores)).squeeze(-2)
     places = key_positions(positions, keys.shape[1], window=None, dcp=dcp, rank=dcp_rank, interleave=interleave)
     return scores.masked_fill(places[:, None, :] > positions[:, :, None], float("-inf"))
 
 
 @indexer_scores.register_fake
 def _(q, weights, keys, positions, scale, phase, dcp, dcp_rank, interleave):
-    return q.new_empty((*q.shape[:2], keys.shape[1]), dtype=torch.float32)
+    return q.new_empty((*q.shape[:2], keys.shape[1]), dtype=wide_dtype(q))
 
 
 @torch.library.custom_op("tensor_cast::indexer_topk", mutates_args=())
@@ -81,14 +83,14 @@ def _(scores, num_keys, phase):
 def indexer_candidates(
     scores: torch.Tensor, positions: torch.Tensor, num_keys: int, dcp: int, dcp_rank: int, interleave: int
 ) -> torch.Tensor:
-    """The best of the local context's scores [B, Q, S']: [B, Q, num_keys, 2] float32, (score, place in the sequence).
+    """The best of the local context's scores [B, Q, S']: [B, Q, num_keys, 2], (score, place in the sequence).
 
     float32 holds every place below 2**24 exactly.
     """
     best = scores.topk(num_keys, dim=-1)
     places = key_positions(positions, scores.shape[-1], window=None, dcp=dcp, rank=dcp_rank, interleave=interleave)
     ids = places[:, None, :].expand(scores.shape).gather(-1, best.indices)
-    return torch.stack([best.values, ids.to(torch.float32)], dim=-1)
+    return torch.stack([best.values, ids.to(scores.dtype)], dim=-1)
 
 
 @indexer_candidates.register_fake
@@ -130,7 +132,7 @@ def sparse_mla_attention(
     A query never reads more than ``topk`` rows.
     """
     batch, queries, _, width = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = wide_dtype(q)
     ids = indices.long()
     mine = ids // interleave % dcp == dcp_rank
     visible = mine & (ids >= 0) & (ids <= positions[..., None])
@@ -141,13 +143,15 @@ def sparse_mla_attention(
     lse = torch.logsumexp(scores, dim=-1)
     # A rank that owns none of the chosen tokens contributes nothing: weight 0 instead of exp(-inf + inf).
     probabilities = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0)[..., None])
-    out = torch.einsum("bqhk,bqkc->bqhc", probabilities, rows[..., :kv_lora_rank]).to(q.dtype)
-    return [out, lse.to(torch.float32)] if return_lse else [out]
+    out = torch.einsum("bqhk,bqkc->bqhc", probabilities, rows[..., :kv_lora_rank])
+    # Results lie in memory as the shape function says.
+    out, lse = out.to(q.dtype).contiguous(), lse.contiguous()
+    return [out, lse] if return_lse else [out]
 
 
 @sparse_mla_attention.register_fake
 def _(q, kv, indices, positions, scale, kv_lora_rank, topk, phase, dcp, dcp_rank, interleave, return_lse):
     out = [q.new_empty((*q.shape[:3], kv_lora_rank))]
     if return_lse:
-        out.append(q.new_empty(q.shape[:3], dtype=torch.float32))
+        out.append(q.new_empty(q.shape[:3], dtype=wide_dtype(q)))
     return out
