@@ -2,7 +2,8 @@
 
 ``time = floor_s + max(flops / (peak * compute), bytes / (bandwidth * memory))`` with the coefficients that the device
 profile holds for the op's class of kernels; where measurements ask for it a leg is stretched by ``1 + n0/n``, n being
-the tiles that the work splits into. Every efficiency is at most 1, so no op is faster than physics allows.
+the tiles that the work splits into, or the streams that the memory traffic splits into. Every efficiency is at most 1,
+so no op is faster than physics allows; and no leg shrinks as the sizes grow.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _legs(cost: OpCost, device: DeviceProfile, fit: KernelFit) -> tuple[Num, Num
     if fit.compute_tiles:
         compute_s = compute_s * (1 + fit.compute_tiles / cost.tiles)
     if fit.memory_tiles:
-        memory_s = memory_s * (1 + fit.memory_tiles / cost.tiles)
+        memory_s = memory_s * (1 + fit.memory_tiles / (cost.tiles if cost.streams is None else cost.streams))
     return compute_s, memory_s
 
 

@@ -68,6 +68,8 @@ class OpCost:
         padded_flops: FLOPs the kernel executes, padding included, where that is more than ``flops``.
         tiles: independent pieces that the kernel can spread over cores; None where that does not matter. It grows
             smoothly with size, never below what one row of tiles gives.
+        streams: independent pieces of its memory traffic; None where they are the tiles. Tiles that read the same
+            weights are one stream, so that a product which spreads its rows over more tiles does not read them faster.
         variant: more specific kernel name, looked up before the dtype (``"fp8_block"``).
         collective: set for an op that crosses ranks.
         free: launches no kernel (its bytes are charged elsewhere).
@@ -80,6 +82,7 @@ class OpCost:
     bytes_written: Num = 0
     padded_flops: Num | None = None
     tiles: Num | None = None
+    streams: Num | None = None
     variant: str = ""
     collective: CollectiveCost | None = None
     free: bool = False
