@@ -1,9 +1,7 @@
 """KV capacity of a layout, as its engine computes it at start-up: memory of each stage, blocks, tokens, what binds.
 
 ``kv = ceil(usable * utilisation) - weights - non-torch - activation peak - graphs`` on every rank; the ranks then agree
-on the smallest number of blocks. Weights and activations come from the traces, exactly; non-torch memory and graphs
-from the engine's profile, or from a start-up that was measured.
-Source: vLLM 0.30 ``v1/worker/gpu_worker.py``, ``v1/core/kv_cache_utils.py``.
+on the smallest number of blocks. Source: vLLM 0.30 ``v1/core/kv_cache_utils.py``.
 """
 
 from __future__ import annotations
@@ -11,29 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from math import inf
-from pathlib import Path
 
-from tensor_cast.core.calibration import Calibration
-from tensor_cast.core.capacity_config import CapacityConfig
-from tensor_cast.core.capacity_plan import CapacityPlan, StageMemory
-from tensor_cast.core.measured import Measured, StageKind, stage_kind
-from tensor_cast.core.stage_memory import ModelWeights, StageActivations, model_weights
-from tensor_cast.core.trace_library import TraceLibrary
-from tensor_cast.device.catalog import load_device
-from tensor_cast.engine.catalog import default_engine, load_engine
-from tensor_cast.engine.kv_cache import CacheLayer, cache_layers, indexer_layers
-from tensor_cast.engine.kv_formats import resolve_kv_format
+from tensor_cast.core.capacity_plan import CapacityPlan
+from tensor_cast.core.stage_planner import StagePlanner
+from tensor_cast.engine.kv_cache import CacheLayer, cache_layers
 from tensor_cast.engine.kv_groups import CacheGroup, build_groups, plan_pool
 from tensor_cast.engine.kv_specs import IndexerSpec
-from tensor_cast.engine.workspaces import Workspaces, requested_bytes, workspaces
-from tensor_cast.errors import ConfigError, InfeasibleError, UnsupportedModelError
-from tensor_cast.ir.fuse import fuse_trace
-from tensor_cast.ir.program import Layout
-from tensor_cast.ir.quantize import quantize_trace
-from tensor_cast.ir.record import Phase
-from tensor_cast.model_catalog import load_model_config
-from tensor_cast.model_config import AttentionKind, ParallelConfig
-from tensor_cast.parallel import check
+from tensor_cast.errors import ConfigError, InfeasibleError
+from tensor_cast.model_config import AttentionKind
 from tensor_cast.pipeline_partition import (
     DsaSplit,
     Partition,
@@ -47,71 +30,16 @@ from tensor_cast.pipeline_partition import (
     stage_ranges,
     unsafe_by_stage,
 )
-from tensor_cast.quant import QuantConfig
-from tensor_cast.units import GIB, ceil_div
+from tensor_cast.units import GIB
 
-__all__ = ["CapacityPlan", "CapacityPlanner", "StageMemory"]
+__all__ = ["CapacityPlanner"]
 
 #: Values of ``--pp-layer-partition`` that are no partition.
 AUTO, ALL = "auto", "all"
 
 
-class CapacityPlanner:
-    """Plans any partition of one layout. The model is traced once; each stage is sized once.
-
-    Args:
-        config: what is asked.
-        calibration: a measured start-up that replaces the estimates of non-torch, activation and graph memory.
-        use_cache: read and fill the trace cache.
-        cache_dir: folder of the trace cache; None takes the user's.
-
-    Raises:
-        LegalityError: the layout breaks a rule.
-        UnsupportedModelError: the model cannot be traced, and no KV memory is given.
-    """
-
-    def __init__(
-        self,
-        config: CapacityConfig,
-        *,
-        calibration: Calibration | None = None,
-        use_cache: bool = True,
-        cache_dir: Path | None = None,
-    ) -> None:
-        self.config = config
-        self.model = load_model_config(config.model)
-        self.device = load_device(config.device)
-        self.engine = load_engine(config.engine or default_engine(self.device))
-        self.semantics = config.dcp_semantics or self.engine.dcp_semantics
-        self.quant = QuantConfig.resolve(self.model, config.quantize_linear_action)
-        self.parallel = ParallelConfig(
-            tensor_parallel_size=config.tp_size,
-            pipeline_parallel_size=config.pp_size,
-            data_parallel_size=config.dp_size,
-            expert_parallel_size=config.ep_size,
-            decode_context_parallel_size=config.dcp_size,
-        )
-        self.block_size = config.block_size or self.engine.block_size_for(self.model.attention)
-        kv_dtype = self.quant.kv_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        self.form = resolve_kv_format(self.model, kv_dtype)
-        self.max_model_len = config.max_model_len or self.model.max_position_embeddings
-        if not self.max_model_len:
-            raise ConfigError(f"{self.model.model_id} names no number of positions; give --max-model-len")
-        self.max_batched_tokens = config.max_num_batched_tokens or self.engine.max_batched_tokens
-        self.max_num_seqs = config.max_num_seqs or self.engine.max_num_seqs
-        self.utilization = config.gpu_memory_utilization or self.engine.gpu_memory_utilization
-        self.full = indexer_layers(self.model)
-        check(
-            self.model,
-            self.parallel,
-            dcp_semantics=self.semantics,
-            block_size=self.block_size,
-            quant_block=self.quant.block,
-            num_mtp_tokens=config.num_mtp_tokens,
-        )
-        self._library = TraceLibrary(self.model, cache_dir=cache_dir, use_cache=use_cache)
-        self._stages: dict[tuple[int, int, int], StageMemory] = {}
-        self.measured = None if calibration is None else self._measure(calibration)
+class CapacityPlanner(StagePlanner):
+    """Plans any partition of one layout; each stage is sized once. Arguments are those of its base."""
 
     # -- partitions ------------------------------------------------------------------------------------------------
 
@@ -147,7 +75,7 @@ class CapacityPlanner:
             )
 
         def cost(stage: int, start: int, end: int) -> float:
-            flips = self._flips(start, end)
+            flips = self.flips(start, end)
             if flips and self.config.dsa_split is None:
                 return inf
             room = self.stage(stage, start, end).kv
@@ -213,110 +141,6 @@ class CapacityPlanner:
         )
         return plan.capacity.usable_blocks // needed
 
-    # -- one stage -------------------------------------------------------------------------------------------------
-
-    def stage(self, index: int, start: int, end: int) -> StageMemory:
-        """Memory of a rank of stage ``index`` with decoder layers ``start <= i < end``."""
-        key = (index, start, end)
-        if key not in self._stages:
-            self._stages[key] = self._size(index, start, end)
-        return self._stages[key]
-
-    def _size(self, index: int, start: int, end: int) -> StageMemory:
-        budget, given = self.budget, self.config.kv_memory_gib
-        weights = non_torch = activation = graph = None
-        if self._traced:
-            flips = len(self._flips(start, end)) if self.config.dsa_split is DsaSplit.SELF_COMPUTE else 0
-            weights = self.weights.of(start, end, extra_indexers=flips)
-            kind = stage_kind(start, end, self.model.num_hidden_layers)
-            non_torch, activation, graph = self._overheads(kind, start, end)
-        if given is None:
-            kv = budget - sum(part for part in (weights, non_torch, activation, graph) if part is not None)
-        else:
-            if len(given) not in (1, self.config.pp_size):
-                raise ConfigError(
-                    f"--kv-memory-gib needs one number, or one for each of {self.config.pp_size} stages; "
-                    f"found {len(given)}"
-                )
-            kv = int(given[index if len(given) > 1 else 0] * GIB)
-        return StageMemory(range(start, end), budget, weights, non_torch, activation, graph, kv)
-
-    def _overheads(self, kind: StageKind, start: int, end: int) -> tuple[int, int, int]:
-        """(non-torch, activation, graph) bytes, measured where there are measurements."""
-        if self.measured is not None:
-            return self.measured.overheads(kind, self.workspaces.persistent)
-        return (
-            int(self.engine.non_torch_gib_for(self.parallel.world_size) * GIB) + self.workspaces.persistent,
-            self.activations.peak(start, end) + self.workspaces.transient,
-            int(self.engine.graph_gib * GIB),
-        )
-
-    @cached_property
-    def budget(self) -> int:
-        """Bytes that the engine takes of a device."""
-        usable = self.device.usable_memory_bytes.value
-        if self.measured is not None and self.measured.calibration.total_gib is not None:
-            usable = self.measured.calibration.total_gib * GIB
-        return requested_bytes(usable, self.utilization)
-
-    @cached_property
-    def workspaces(self) -> Workspaces:
-        """Buffers of the attention backends."""
-        return self._workspaces(self.max_model_len, self.config.tp_size, self.config.dcp_size)
-
-    def _workspaces(self, max_model_len: int, tp: int, dcp: int) -> Workspaces:
-        return workspaces(
-            self.model,
-            self.form,
-            ascend=self.engine.name == "vllm-ascend",
-            tp=tp,
-            dcp=dcp,
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_batched_tokens=self.max_batched_tokens,
-            block_size=self.block_size,
-        )
-
-    # -- traces ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _traced(self) -> bool:
-        """Whether there are weights: a model that is not traced still has a KV cache, if its memory is given."""
-        try:
-            _ = self.weights
-        except UnsupportedModelError:
-            if self.config.kv_memory_gib is None:
-                raise
-            return False
-        return True
-
-    def _layout(self, tp: int, num_mtp_tokens: int, phase: Phase = Phase.PREFILL) -> Layout:
-        parallel = ParallelConfig(
-            tensor_parallel_size=tp,
-            data_parallel_size=self.config.dp_size,
-            expert_parallel_size=self.config.ep_size if tp == self.config.tp_size else 1,
-        )
-        return Layout(parallel, phase, self.semantics, self.block_size, num_mtp_tokens)
-
-    def weights_of(self, tp: int, num_mtp_tokens: int) -> ModelWeights:
-        """Weights of the model on one of ``tp`` ranks."""
-        trace = self._library.compose(self._layout(tp, num_mtp_tokens))
-        return model_weights(trace, self.quant, self.model.num_hidden_layers)
-
-    @cached_property
-    def weights(self) -> ModelWeights:
-        """Weights of the layout."""
-        return self.weights_of(self.config.tp_size, self.config.num_mtp_tokens)
-
-    @cached_property
-    def activations(self) -> StageActivations:
-        """Activations of the engine's profile run: the token budget spread over as many requests as there may be."""
-        trace = self._library.compose(self._layout(self.config.tp_size, self.config.num_mtp_tokens))
-        requests = min(self.max_num_seqs, self.max_batched_tokens)
-        tokens = ceil_div(self.max_batched_tokens, requests)
-        env = {"B": requests, "Q": tokens, "S": tokens}
-        return StageActivations(fuse_trace(quantize_trace(trace, self.quant)), self.model.num_hidden_layers, env)
-
     # -- caches ----------------------------------------------------------------------------------------------------
 
     def _caches(self, flips: tuple[int, ...]) -> tuple[CacheLayer, ...]:
@@ -348,7 +172,7 @@ class CapacityPlanner:
         base = max(group.block_bytes(stage) for group in self._groups())
         if self.config.dsa_split is not DsaSplit.SELF_COMPUTE:
             return base
-        return base + len(self._flips(start, end)) * self._indexer_page
+        return base + len(self.flips(start, end)) * self._indexer_page
 
     @cached_property
     def _indexer_page(self) -> int:
@@ -359,37 +183,6 @@ class CapacityPlanner:
     def _token_bytes(self, stage: range, flips: tuple[int, ...]) -> int:
         """Bytes that a token adds on a rank of the stage, over its share of the tokens."""
         return sum(c.spec.token_bytes for c in self._caches(flips) if c.layer in stage)
-
-    def _flips(self, start: int, end: int) -> range:
-        """Layers at the start of a stage that reuse indices of the stage before."""
-        if not self.full:
-            return range(0)
-        return range(start, next((i for i in range(start, end) if self.full[i]), end))
-
-    # -- the rest --------------------------------------------------------------------------------------------------
-
-    def _measure(self, calibration: Calibration) -> Measured:
-        """What the measured start-up leaves once our weights are taken off."""
-        tp = calibration.tp_size or self.config.tp_size
-        drafts = calibration.num_mtp_tokens
-        drafts = self.config.num_mtp_tokens if drafts is None else drafts
-        length = calibration.max_model_len or self.max_model_len
-        pp = calibration.pp_size or len(calibration.stages)
-        partition = calibration.pp_layer_partition or default_partition(self.model.num_hidden_layers, pp)
-        check_partition(partition, self.model.num_hidden_layers, len(calibration.stages))
-        weights = self.weights_of(tp, drafts)
-        held = []
-        for stage in stage_ranges(partition):
-            flips = len(self._flips(stage.start, stage.stop)) if self.config.dsa_split is DsaSplit.SELF_COMPUTE else 0
-            held.append(weights.of(stage.start, stage.stop, extra_indexers=flips))
-        return Measured(
-            calibration=calibration,
-            partition=partition,
-            weights=tuple(held),
-            workspace=self._workspaces(length, tp, calibration.dcp_size or self.config.dcp_size).persistent,
-            usable=(calibration.total_gib or self.device.usable_memory_bytes.value / GIB) * GIB,
-            utilization=calibration.gpu_memory_utilization or self.utilization,
-        )
 
     def _nothing_fits(self) -> str:
         partition = default_partition(self.model.num_hidden_layers, self.config.pp_size)

@@ -40,8 +40,8 @@ def test_vllm_of_2025_with_ranks(tmp_path: Path) -> None:
         f"(Worker_TP{rank} pid=1) INFO [gpu_model_runner.py:1] Model loading took 33.88 GiB memory and 9.1 seconds\n"
         f"(Worker_TP{rank} pid=1) INFO [gpu_worker.py:1] Available KV cache memory: {37.28 + rank / 100:.2f} GiB\n"
         f"(Worker_TP{rank} pid=1) INFO [gpu_worker.py:2] Free memory on device (78.66/79.19 GiB) on startup. Desired "
-        "GPU memory utilization is (0.95, 75.23 GiB). Actual usage is 33.88 GiB for weight, 1.96 GiB for peak activation, "
-        "2.1 GiB for non-torch memory, and 1.79 GiB for CUDAGraph memory. Replace gpu_memory_utilization config ...\n"
+        "GPU memory utilization is (0.95, 75.23 GiB). Actual usage is 33.88 GiB for weight, 1.96 GiB for peak "
+        "activation, 2.1 GiB for non-torch memory, and 1.79 GiB for CUDAGraph memory. Replace ...\n"
         for rank in range(2)
     )
     found = read(tmp_path, text + "INFO [kv_cache_utils.py] GPU KV cache size: 244,304 tokens\n")
@@ -58,8 +58,8 @@ def test_vllm_ascend(tmp_path: Path) -> None:
         tmp_path,
         "[worker.py:1] Available KV cache memory: 53.46 GiB\n"
         "[worker.py:2] Free memory on device (60.9/61.27 GiB) on startup. Desired GPU memory utilization is (0.9, "
-        "55.14 GiB). Actual usage is 1.14 GiB for weight, 0.22 GiB for peak activation, 0.13 GiB for non-torch memory, and "
-        "0.04 GiB for NPUGraph memory.\n",
+        "55.14 GiB). Actual usage is 1.14 GiB for weight, 0.22 GiB for peak activation, 0.13 GiB for non-torch memory, "
+        "and 0.04 GiB for NPUGraph memory.\n",
     )
     assert found.engine == "vllm-ascend"
     assert (found.stages[0].kv_gib, found.stages[0].graph_gib) == (53.46, 0.04)

@@ -7,6 +7,7 @@ import pytest
 
 MODULES = [
     "cli.main",
+    "cli.inference.capacity",
     "cli.inference.throughput_optimizer",
     "cli.inference.text_generate",
     "cli.inference.trace",
@@ -14,6 +15,8 @@ MODULES = [
     "serving_cast.service.search",
     "serving_cast.service.optimizer_summary",
     "tensor_cast",
+    "tensor_cast.core.calibration",
+    "tensor_cast.core.capacity",
     "tensor_cast.core.model_runner",
     "tensor_cast.core.trace_view",
     "tensor_cast.core.trace_library",
@@ -22,6 +25,8 @@ MODULES = [
     "tensor_cast.ir.fuse",
     "tensor_cast.ir.quantize",
     "tensor_cast.engine.kv_cache",
+    "tensor_cast.pipeline_partition",
+    "tensor_cast.engine.kv_groups",
     "tensor_cast.device.topology",
     "tensor_cast.model_catalog",
 ]
