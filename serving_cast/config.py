@@ -239,7 +239,6 @@ class OptimizerConfig:
         dsa_split: how to go on where a stage would read top-k indices that it never wrote; see
             :class:`tensor_cast.pipeline_partition.DsaSplit`. None refuses such partitions.
         prefill_devices_per_instance, decode_devices_per_instance: of the PD-ratio mode; None tries every size.
-        topology: name or file of links that replace the device's own.
         reserved_memory_gb: GiB per device kept free.
         jobs: processes for several devices; no effect on the result.
         top: candidates that the table shows; JSON and CSV hold all.
@@ -264,7 +263,6 @@ class OptimizerConfig:
     max_batched_tokens: int | None = None
     pp_layer_partition: str | None = None
     dsa_split: str | None = None
-    topology: str | None = None
     fusion: bool = True
     strict: bool = False
     use_cache: bool = True

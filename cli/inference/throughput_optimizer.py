@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option of the search."""
     parser.add_argument("model", metavar="MODEL", help="hub id of an embedded config, or a local folder")
     parser.add_argument("--device", nargs="+", required=True, metavar="D", help="one or more (msmodeling devices)")
+    parser.add_argument(
+        "--topology", metavar="T", help="links between the devices: a name or a file of configs/topologies (also D@T)"
+    )
     parser.add_argument("--num-devices", required=True, metavar="N", help="devices in all; replicas fill them")
 
     work = parser.add_argument_group("workload")
@@ -138,7 +141,7 @@ def config_of(args: argparse.Namespace) -> OptimizerConfig:
     pipelines = _many(args, "pp_sizes", int) or (1,)
     return OptimizerConfig(
         model=args.model,
-        devices=tuple(dict.fromkeys(name for text in args.device for name in _split(text))),
+        devices=tuple(dict.fromkeys(_placed(name, args.topology) for text in args.device for name in _split(text))),
         num_devices=_one(args, "num_devices", int),
         workload=workload,
         limits=tuple(
@@ -220,6 +223,10 @@ def _flag(name: str) -> str:
 
 def _split(text: str) -> list[str]:
     return [part for part in text.replace(",", " ").split() if part]
+
+
+def _placed(device: str, topology: str | None) -> str:
+    return device if topology is None or "@" in device else f"{device}@{topology}"
 
 
 def _number(flag: str, text: str, kind: Callable[[str], T]) -> T:

@@ -89,7 +89,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"
 
 
 class KernelFit(_Frozen):
-    """Seconds of a kernel, n being the independent tiles (of the memory leg: streams) that its work splits into.
+    """Seconds of a kernel, n being the independent tiles that its work splits into.
 
     ``floor_s + max(flops / (peak * compute) * (1 + compute_tiles / n),
     bytes / (bandwidth * memory) * (1 + memory_tiles / n))``. ``compute_tiles`` and ``memory_tiles`` say how many tiles
@@ -110,9 +110,9 @@ class KernelFit(_Frozen):
 class CollectiveFit(_Frozen):
     """``time = alpha_s + alpha_rank_s * (ranks - 1) + wire_bytes / (link bandwidth * efficiency)`` within one tier.
 
-    A group that spans tiers runs tier by tier, or with ``flat`` as one ring over all ranks at the speed of the outermost
-    tier that it crosses. ``large`` is a second way to do the same, with a later start and more of the bandwidth; the
-    faster one is taken for each message.
+    A group that spans tiers runs tier by tier, or with ``flat`` as one ring over all ranks at the speed of the
+    outermost tier that it crosses. ``large`` is a second way to do the same, with a later start and more of the
+    bandwidth; the faster one is taken for each message.
     """
 
     alpha_s: NonNegative

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tensor_cast.device.profile import CollectiveFit, DeviceProfile, Tier
 from tensor_cast.device.topology import Span, spans
 from tensor_cast.errors import ConfigError
@@ -81,11 +83,15 @@ def _stages(kind: str, nbytes: Num, groups: Sequence[Span]) -> list[tuple[str, N
     return [(kind, nbytes, groups[-1])]  # p2p: the outermost link the pair crosses
 
 
-def _stage_parts(device: DeviceProfile, kind: str, nbytes: Num, span: Span) -> tuple[float, Num]:
-    fit = _fit(device, kind)
+def _stage_parts(fit: CollectiveFit, kind: str, nbytes: Num, span: Span) -> tuple[Num, Num]:
     latency = fit.alpha_s + fit.alpha_rank_s * (span.size - 1) + span.tier.latency_s
     bandwidth = _bandwidth(span.tier, kind, span.size)
-    return latency, wire_bytes(kind, nbytes, span.size) / (bandwidth * fit.efficiency)
+    transfer = wire_bytes(kind, nbytes, span.size) / (bandwidth * fit.efficiency)
+    if fit.large is None:
+        return latency, transfer
+    later, moving = _stage_parts(fit.large, kind, nbytes, span)
+    better = later + moving < latency + transfer
+    return np.where(better, later, latency), np.where(better, moving, transfer)
 
 
 def _bandwidth(tier: Tier, kind: str, ranks: int) -> float:
@@ -101,19 +107,19 @@ def _fit(device: DeviceProfile, kind: str) -> CollectiveFit:
         ) from None
 
 
-def collective_parts(device: DeviceProfile, kind: str, nbytes: Num, ranks: Sequence[int]) -> tuple[float, Num]:
+def collective_parts(device: DeviceProfile, kind: str, nbytes: Num, ranks: Sequence[int]) -> tuple[Num, Num]:
     """(latency, transfer) seconds of :func:`collective_seconds`."""
     if kind not in COLLECTIVE_KINDS:
         wire_bytes(kind, 0, 2)
     if len(ranks) < 2:
         return 0.0, 0.0 * nbytes
-    latency: float = 0.0
+    latency: Num = 0.0
     transfer: Num = 0.0
     groups = spans(device, tuple(ranks))
     if _fit(device, kind).flat:
         groups = (Span(groups[-1].tier, len(ranks), len(ranks)),)
     for stage, amount, span in _stages(kind, nbytes, groups):
-        alpha, moving = _stage_parts(device, stage, amount, span)
+        alpha, moving = _stage_parts(_fit(device, stage), stage, amount, span)
         latency, transfer = latency + alpha, transfer + moving
     return latency, transfer
 
