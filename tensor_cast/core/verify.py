@@ -250,37 +250,43 @@ def verify(
     planned = plan(config)
     # Everything from here on needs torch.
     from tensor_cast.proof import compare
-    from tensor_cast.proof.launch import close_shared_pool, shared_pool
+    from tensor_cast.proof.launch import shared_pool
 
     double = dtype == "float64"
-    tolerance = compare.TOLERANCE if double else compare.TOLERANCE_FLOAT32
-    drafts = config.num_mtp_tokens or _DEFAULT_DRAFTS
+    _check_cuts(planned)
+    shared_pool(max(layout.small.parallel.world_size for layout in planned))  # one for all layouts
     outcomes = []
-    _check_buildable(planned[0].small.model)
-    try:
-        shared_pool(max(p.small.parallel.world_size for p in planned))
-        for layout in planned:
-            model = layout.small.model if double else _with_dtype(layout.small.model, dtype)
-            runs = []
-            for cell in _cells(layout, drafts):
-                label = layout_label(layout.small.parallel, layout.asked.dcp_semantics)
-                progress(f"{layout.asked.what}: {label}, query length {cell.query}, prompt {_prompt(cell)}")
-                result = compare.run_cell(model, cell, seed=seed, double=double)
-                runs.append(
-                    VerifiedRun(
-                        query=cell.query,
-                        prompt=_prompt(cell),
-                        equal=result.equal and result.trace_difference is None,
-                        compared=result.compared,
-                        max_abs_difference=result.max_abs_difference,
-                        first_mismatch=_mismatch(result.first_mismatch, result.trace_difference),
-                        traced_ops=result.recorded,
-                    )
-                )
-            outcomes.append(VerifiedLayout(layout, tuple(runs)))
-    finally:
-        close_shared_pool()
+    for layout in planned:
+        model = layout.small.model if double else _with_dtype(layout.small.model, dtype)
+        runs = []
+        for cell in _cells(layout, config.num_mtp_tokens or _DEFAULT_DRAFTS):
+            label = layout_label(layout.small.parallel, layout.asked.dcp_semantics)
+            progress(f"{layout.asked.what}: {label}, query length {cell.query}, prompt {_prompt(cell)}")
+            runs.append(_run(model, cell, seed, double))
+        outcomes.append(VerifiedLayout(layout, tuple(runs)))
+    tolerance = compare.TOLERANCE if double else compare.TOLERANCE_FLOAT32
     return Verification(planned[0].small.model.model_id, dtype, tolerance, tuple(outcomes))
+
+
+def _run(model: ModelConfig, cell: Cell, seed: int, double: bool) -> VerifiedRun:
+    from tensor_cast.proof import compare
+    from tensor_cast.proof.launch import RankError
+
+    try:
+        result = compare.run_cell(model, cell, seed=seed, double=double)
+    except RankError as error:
+        # A program that is cut wrongly may as well not run at all.
+        lines = str(error).strip().splitlines()
+        return VerifiedRun(cell.query, _prompt(cell), False, 0, math.nan, f"{lines[0]} {lines[-1]}", 0)
+    return VerifiedRun(
+        query=cell.query,
+        prompt=_prompt(cell),
+        equal=result.equal and result.trace_difference is None,
+        compared=result.compared,
+        max_abs_difference=result.max_abs_difference,
+        first_mismatch=_mismatch(result.first_mismatch, result.trace_difference),
+        traced_ops=result.recorded,
+    )
 
 
 def _mismatch(logits: str | None, trace: str | None) -> str | None:
@@ -310,12 +316,21 @@ def _prompt(cell: Cell) -> str:
     return "chunks" if cell.dcp > 1 and cell.prefill == "chunks" else "whole"
 
 
-def _check_buildable(model: ModelConfig) -> None:
-    """Raise what is wrong with a model here, where it is one clear sentence, and not in a rank."""
+def _check_cuts(planned: tuple[PlannedLayout, ...]) -> None:
+    """Build and cut here first, where what cannot be done is one clear sentence, and not in a rank.
+
+    Raises:
+        UnsupportedModelError, LegalityError, ConfigError: see :mod:`tensor_cast.errors`.
+    """
     from tensor_cast.layers.program import Anatomy
     from tensor_cast.tracer.builder import build
 
-    Anatomy(build(model))
+    built: dict[ModelConfig, Anatomy] = {}
+    for layout in planned:
+        model = layout.small.model
+        if model not in built:
+            built[model] = Anatomy(build(model))
+        built[model].cut(_cells(layout, 0)[0].context)
 
 
 def _with_dtype(model: ModelConfig, dtype: str) -> ModelConfig:

@@ -27,6 +27,7 @@ __all__ = ["WINDOW", "Change", "Shrunk", "shrink"]
 WINDOW = 4
 #: Tokens that sparse attention picks, where it does.
 _INDEX_TOPK = 4
+_INDEX_HEADS = 32
 _HIDDEN, _INTERMEDIATE, _EXPERT_SIZE, _EXPERTS, _TOP_K = 64, 96, 48, 16, 4
 _LATENT, _QUERY_LATENT = 32, 24
 
@@ -248,7 +249,8 @@ def _latent_dims(model: ModelConfig, config: dict[str, Any]) -> None:
     _scaled(config, "kv_lora_rank", _LATENT)
     _scaled(config, "q_lora_rank", _QUERY_LATENT)
     _scaled(config, "index_head_dim", 2 * rope)
-    _scaled(config, "index_n_heads", 4)
+    # Scores are sums of rectified products: with few heads many are exactly 0, and which of them is picked is chance.
+    _scaled(config, "index_n_heads", min(config.get("index_n_heads") or 0, _INDEX_HEADS))
     _scaled(config, "index_topk", _INDEX_TOPK)
     _rope_lists(config, model.qk_rope_head_dim, rope)
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-COMMANDS = ("throughput_optimizer", "text_generate", "trace", "devices", "models")
+COMMANDS = ("throughput_optimizer", "text_generate", "trace", "verify", "devices", "models")
 
 
 def test_help_names_every_command(run):
