@@ -209,9 +209,13 @@ class Session:
         positions = torch.arange(width).expand(len(self._prompts), -1)
         block_size = self._cell.block_size
         source = _slots(positions, table, block_size, program.ctx).long()
-        target = _slots(positions, self._table, block_size, self._ctx).long()
-        mine = (target >= 0) & (positions < self._prompts[:, None]).flatten()
+        prompt = (positions < self._prompts[:, None]).flatten()
         for key, cache in self._caches.items():
+            # A cache whose blocks hold all tokens of the group is kept whole by every rank (an indexer's, vllm-ascend).
+            whole = cache.dim() < 5 and cache.shape[1] > block_size
+            ctx = program.ctx if whole else self._ctx
+            target = _slots(positions, self._table, cache.shape[1] if whole else block_size, ctx).long()
+            mine = prompt & (target >= 0)
             if cache.dim() == 5:  # keys and values with heads; else one row per token
                 planes = self._heads_of_group(caches[key].flatten(1, 2)[:, source], cache.shape[3])
             else:

@@ -37,6 +37,16 @@ _GROUPED = {
     "routed_scaling_factor": 2.5,
     "num_hidden_layers": 3,
 }
+_LATENT = {
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_INDEXER = {"index_topk": 6, "index_n_heads": 8, "index_head_dim": 8}
 _ALTERNATING = {
     "num_hidden_layers": 3,
     "sliding_window": 4,
@@ -72,19 +82,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Six experts do not divide by four ranks.
     "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 6, "decoder_sparse_step": 1, "mlp_only_layers": []}),
-    "deepseek_v3": (
-        "deepseek_v3",
+    "deepseek_v3": ("deepseek_v3", {**_EXPERTS, **_GROUPED, **_LATENT, "rope_interleave": True}),
+    "deepseek_v32": ("deepseek_v32", {**_EXPERTS, **_GROUPED, **_LATENT, **_INDEXER}),
+    # Layers 0 and 2 choose tokens, the others take over what the one before chose.
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
         {
             **_EXPERTS,
             **_GROUPED,
-            "num_key_value_heads": 8,
-            "head_dim": None,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-            "rope_interleave": True,
+            **_LATENT,
+            **_INDEXER,
+            "num_hidden_layers": 4,
+            "index_topk_freq": 2,
+            "index_skip_topk_offset": 1,
+            "n_group": 1,
+            "topk_group": 1,
         },
     ),
     "glm4_moe": (
