@@ -15,6 +15,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -108,16 +109,17 @@ def _share(logit: float) -> float:
     return float(1 / (1 + np.exp(-logit)))
 
 
-def _predict(p: Array, compute: Array, memory: Array) -> Array:
-    """``p``: log floor, logit of the compute share and, where it is free, of the memory share."""
-    reached = _share(p[2]) if len(p) > 2 else 1.0
-    return np.asarray(np.exp(p[0]) + np.maximum(compute / _share(p[1]), memory / reached))
+def _predict(p: Array, compute: Array, memory: Array, like: KernelFit | None) -> Array:
+    """``p``: logit of the compute share and, where no other fit gives them, of the memory share, and the log floor."""
+    if like is not None:
+        return np.asarray(like.floor_s + np.maximum(compute / _share(p[0]), memory / like.memory))
+    return np.asarray(np.exp(p[2]) + np.maximum(compute / _share(p[0]), memory / _share(p[1])))
 
 
-def _solve(compute: Array, memory: Array, seconds: Array, *, free: int) -> Array:
-    starts = [[np.log(seconds.min() / 2), e, e][:free] for e in (0.0, 1.0)]
+def _solve(compute: Array, memory: Array, seconds: Array, like: KernelFit | None) -> Array:
+    starts = [[e, e, np.log(seconds.min() / 2)][: 1 if like is not None else 3] for e in (0.0, 1.0)]
     runs = [
-        least_squares(lambda p: np.log(_predict(p, compute, memory) / seconds), s, loss="soft_l1", f_scale=0.1)
+        least_squares(lambda p: np.log(_predict(p, compute, memory, like) / seconds), s, loss="soft_l1", f_scale=0.1)
         for s in starts
     ]
     return np.asarray(min(runs, key=lambda r: r.cost).x)
@@ -128,26 +130,25 @@ def _round(value: float) -> float:
 
 
 def fit_many(
-    device: DeviceProfile, rows: Sequence[tuple[OpCost, float]], *, memory_share: float | None = None
+    device: DeviceProfile, rows: Sequence[tuple[OpCost, float]], *, like: KernelFit | None = None
 ) -> KernelFit:
-    """Floor and shares from a class with several rows; ``memory_share`` where it is known from another class."""
+    """Floor and shares from a class with several rows; floor and memory share of ``like`` where that is given."""
     rate = device.flops(rows[0][0].compute_dtype) if rows[0][0].compute_dtype else None
     compute = np.array([float(c.flops) / rate if rate else 0.0 for c, _ in rows])
     memory = np.array([float(c.nbytes) / device.memory_bandwidth.value for c, _ in rows])
     seconds = np.array([s for _, s in rows])
-    free = 3
-    if memory_share is not None:
-        memory, free = memory / memory_share, 2
     others = [np.arange(len(rows)) != i for i in range(len(rows))]
     guesses = [
-        _predict(_solve(compute[o], memory[o], seconds[o], free=free), compute, memory)[i] for i, o in enumerate(others)
+        _predict(_solve(compute[o], memory[o], seconds[o], like), compute, memory, like)[i]
+        for i, o in enumerate(others)
     ]
-    best = _solve(compute, memory, seconds, free=free)
+    best = _solve(compute, memory, seconds, like)
     return KernelFit(
-        floor_s=_round(float(np.exp(best[0]))),
-        compute=_round(_share(best[1])) if rate else ASSUMED,
-        memory=_round(_share(best[2])) if memory_share is None else memory_share,
-        source=f"{SOURCE}, {len(rows)} rows, left out one by one",
+        floor_s=like.floor_s if like is not None else _round(float(np.exp(best[2]))),
+        compute=_round(_share(best[0])) if rate else ASSUMED,
+        memory=like.memory if like is not None else _round(_share(best[1])),
+        source=f"{SOURCE}, {len(rows)} rows, left out one by one"
+        + ("; start and memory share as gemm" if like is not None else ""),
         error=round(float(np.median(np.abs(np.array(guesses) / seconds - 1))), 3),
     )
 
@@ -166,8 +167,10 @@ def fit_one(device: DeviceProfile, cost: OpCost, seconds: float, floor_s: float)
 def fit_kernels(device: DeviceProfile, rows: dict[str, list[tuple[OpCost, float]]]) -> dict[str, KernelFit]:
     """Every op class of the device, and int8 products apart."""
     bf16, small = fit_many(device, rows["gemm:bfloat16"]), fit_many(device, rows["pointwise"])
-    # The six int8 rows cannot tell their memory share from their start; memory is the same for both dtypes.
-    int8 = fit_many(device, rows["gemm:int8"], memory_share=bf16.memory)
+    # The few int8 rows cannot tell their memory share from their start. Fewer bits start no later; the memory is one.
+    int8 = fit_many(device, rows["gemm:int8"], like=bf16)
+    if int8.compute * device.flops("int8") < bf16.compute * device.flops(BF16):
+        int8 = int8.model_copy(update={"compute": bf16.compute * device.flops(BF16) / device.flops("int8")})
     out = {"gemm": bf16, "gemm:int8": int8, "pointwise": small}
     for key in ("attention_prefill", "attention_decode", "mla_decode", "batched_gemm"):
         cost, seconds = rows[key][0]
@@ -189,14 +192,27 @@ def fit_kernels(device: DeviceProfile, rows: dict[str, list[tuple[OpCost, float]
     return out
 
 
-def wires(folder: Path) -> Iterator[tuple[str, int, float, float]]:
-    """(kind, ranks, local input bytes, seconds) of collectives inside a model; reduce_scatter sizes are outputs."""
+@dataclass(frozen=True)
+class Wire:
+    """One measured collective: local input bytes, seconds alone, and seconds inside a model."""
+
+    kind: str
+    ranks: int
+    nbytes: float
+    alone_s: float
+    model_s: float
+    decode: bool
+
+
+def wires(folder: Path) -> Iterator[Wire]:
+    """Measured all-gathers and reduce-scatters; the table gives the outputs of reduce-scatters."""
     for row in read(folder / "ascend_a3_comm.csv"):
         number, unit = re.fullmatch(r"([\d.]+)(KB|MB)", row["per_rank_bytes"]).groups()  # type: ignore[union-attr]
         nbytes, ranks = float(number) * _SIZES[unit], int(row["num_ranks"])
         if row["op"] == "reduce_scatter":
             nbytes *= ranks
-        yield row["op"], ranks, nbytes, float(row["in_model_profiler_us"]) * 1e-6
+        alone, model = float(row["bench_us"]) * 1e-6, float(row["in_model_profiler_us"]) * 1e-6
+        yield Wire(row["op"], ranks, nbytes, alone, model, row["context"].startswith("decode"))
 
 
 def reduces(folder: Path) -> Iterator[tuple[float, float]]:
@@ -207,41 +223,49 @@ def reduces(folder: Path) -> Iterator[tuple[float, float]]:
 
 
 def fit_collectives(
-    device: DeviceProfile, rows: Sequence[tuple[str, int, float, float]], steps: Sequence[tuple[float, float]]
+    device: DeviceProfile, rows: Sequence[Wire], steps: Sequence[tuple[float, float]]
 ) -> dict[str, CollectiveFit]:
-    """One share of the links for all kinds, too few rows to tell them apart; a start of its own for all_reduce.
+    """Every kind as it runs inside a decode step: what it takes alone, and what it waits there.
 
-    In a model a small collective takes twice as long as alone, because the ranks do not arrive together: the steps
-    show it.
+    Transfer and start come from collectives alone, one share of the links for all kinds: too few rows to tell them
+    apart. In a decode step the ranks do not arrive together: a collective takes longer by a wait that does not depend
+    on its size. It is measured for all-gathers, and for all-reduces by the communication of whole steps. All kinds have
+    it, or those without would look better than they are.
     """
     free = {"alpha_s": 0.0, "alpha_rank_s": 0.0, "efficiency": 1.0, "source": ""}
     bare = device.model_copy(
         update={"collectives": {kind: CollectiveFit.model_validate(free) for kind in device.collectives}}
     )
-    parts = [collective_parts(bare, kind, nbytes, range(ranks)) for kind, ranks, nbytes, _ in rows]
+    parts = [collective_parts(bare, w.kind, w.nbytes, range(w.ranks)) for w in rows]
     hops, transfer = np.array([p[0] for p in parts]), np.array([p[1] for p in parts])
-    levels = np.array([len(spans(device, tuple(range(ranks)))) for _, ranks, _, _ in rows])
-    seconds = np.array([s for *_, s in rows])
+    levels = np.array([len(spans(device, tuple(range(w.ranks)))) for w in rows])
+    alone, inside = np.array([w.alone_s for w in rows]), np.array([w.model_s for w in rows])
 
     def predict(p: Array, pick: npt.NDArray[np.bool_]) -> Array:
         return np.asarray(hops[pick] + levels[pick] * np.exp(p[0]) + transfer[pick] * (1 + np.exp(-p[1])))
 
     def solve(pick: npt.NDArray[np.bool_]) -> Array:
         run = least_squares(
-            lambda p: np.log(predict(p, pick) / seconds[pick]), [np.log(5e-6), 0.5], loss="soft_l1", f_scale=0.1
+            lambda p: np.log(predict(p, pick) / alone[pick]), [np.log(5e-6), 0.5], loss="soft_l1", f_scale=0.1
         )
         return np.asarray(run.x)
 
     one = [np.arange(len(rows)) == i for i in range(len(rows))]
-    guesses = np.concatenate([predict(solve(~pick), pick) for pick in one])
+    decode = np.array([w.decode for w in rows])
+    wait = float(np.mean((inside - alone)[decode]))
+    guesses = np.concatenate([predict(solve(~pick), pick) for pick in one]) + wait
     best = solve(np.ones(len(rows), dtype=bool))
+    # The wait is one for a collective, however many levels it runs over: 16 dies have two.
+    start = float(np.exp(best[0])) + wait / len(spans(device, tuple(range(16))))
+    waits = f"{wait * 1e6:.1f} us of waiting in a decode step ({int(decode.sum())} all-gathers)"
     fit = CollectiveFit(
-        alpha_s=_round(float(np.exp(best[0]))),
+        alpha_s=_round(start),
         efficiency=_round(float(1 / (1 + np.exp(-best[1])))),
-        source=f"{SOURCE.replace('kernel profiles', 'HCCL profiles')}, {len(rows)} all-gathers and reduce-scatters",
-        error=round(float(np.median(np.abs(guesses / seconds - 1))), 3),
+        source=f"{SOURCE.replace('kernel profiles', 'HCCL profiles')}, {len(rows)} all-gathers and reduce-scatters; "
+        f"{waits}",
+        error=round(float(np.median(np.abs(guesses / inside - 1))), 3),
     )
-    other = fit.model_copy(update={"error": None, "source": f"not measured; taken from: {fit.source}"})
+    other = fit.model_copy(update={"error": None, "source": f"not measured; taken from all_gather: {fit.source}"})
     out = {kind: fit if kind in ("all_gather", "reduce_scatter") else other for kind in device.collectives}
     starts = []
     for nbytes, seconds_in_model in steps:
@@ -252,7 +276,8 @@ def fit_collectives(
     out["all_reduce"] = CollectiveFit(
         alpha_s=_round(float(np.mean(starts))),
         efficiency=fit.efficiency,
-        source=f"start: communication of {len(starts)} public decode steps over 16 dies; links as all_gather",
+        source=f"start: communication of {len(starts)} public decode steps over 16 dies, waiting included; "
+        "links as all_gather",
     )
     return out
 

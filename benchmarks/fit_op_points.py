@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from benchmarks.device_sections import general_keys, write_sections
+from benchmarks.kernel_fits import Coefficients, Limits, Points, Problem, kernel_fit, partner_shares, points_of, untold
 from benchmarks.op_points import ModuleSample, Sample, WireSample, kernel_samples, module_samples, wire_samples
 from tensor_cast.device.catalog import load_device
 from tensor_cast.device.profile import CollectiveFit, DeviceProfile, KernelFit, OpClass
@@ -33,6 +34,18 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_FOLDER = ROOT.parent / "shared" / "validation" / "op_points"
 #: System of the tables -> our device.
 SYSTEMS = {"a100_sxm": "A100_80G_SXM", "h100_sxm": "H100_SXM", "h200_sxm": "H200_SXM", "b200_sxm": "B200_SXM"}
+#: Architecture -> systems that run its kernels; a system is no slower than those of the architecture before it, where
+#: there is one.
+ARCHITECTURES = {"sm80": ("a100_sxm",), "sm90": ("h100_sxm", "h200_sxm"), "sm100": ("b200_sxm",)}
+OLDER = {"sm100": "sm90"}
+#: Collectives over one kind of links and switches start alike: rows of these architectures share their starts.
+LINK_FAMILIES = (("sm80",), ("sm90", "sm100"))
+#: Dtype (or kernel family) of a fit -> those of more bits, which it is nowhere slower than.
+WIDER = {
+    "float8_e4m3fn": ("bfloat16",),
+    "fp8_block": ("bfloat16",),
+    "float4_e2m1fn": ("bfloat16", "float8_e4m3fn", "fp8_block"),
+}
 SOURCE = "fit of aiconfigurator-core 0.12.0 op tables"
 #: Rows needed for a fit, and for a term beyond floor and roofline.
 MIN_ROWS, MIN_ROWS_TILES = 15, 30
@@ -79,124 +92,265 @@ def _scores(predicted: Array, measured: Array) -> tuple[float, float]:
     return float(np.median(np.abs(relative))), float(np.median(relative))
 
 
+def _rows(samples: Sequence[Sample], device: DeviceProfile) -> Points:
+    costs = [
+        (
+            float(s.cost.flops if s.cost.padded_flops is None else s.cost.padded_flops),
+            float(s.cost.nbytes),
+            1.0 if s.cost.tiles is None else float(s.cost.tiles),
+            s.seconds,
+        )
+        for s in samples
+    ]
+    return points_of(costs, samples[0].cost.compute_dtype, device)
+
+
+def _best_software(
+    samples: Mapping[str, list[Sample]], devices: Mapping[str, DeviceProfile]
+) -> dict[str, list[Sample]]:
+    """Rows by device, without the software that is slower than the best by more than :data:`SLOWER` in the median.
+
+    Few cases were measured with several libraries, so that the best one cannot be chosen row by row; a serving engine
+    picks a library for all of them. The choice is one for all devices of an architecture.
+    """
+    software = [s.software for rows in samples.values() for s in rows]
+    names = {name for name in software if software.count(name) >= MIN_ROWS_SOFTWARE}
+    if len(names) < 2:
+        return dict(samples)
+    points = Points.joined([_rows(rows, devices[name]) for name, rows in samples.items()])
+    log_ratio = np.log(points.seconds / Problem(points, Limits(), tiles=True).solve().predict(points))
+    slow = {name: float(np.median(log_ratio[[s == name for s in software]])) for name in names}
+    limit = min(slow.values()) + np.log(SLOWER)
+    dropped = {name for name, median in slow.items() if median > limit}
+    return {name: [s for s in rows if s.software not in dropped] for name, rows in samples.items()}
+
+
 @dataclass(frozen=True)
-class _Points:
-    """Samples of one kernel class as arrays: roofline legs at full rate (s), tiles, measured seconds."""
+class _Class:
+    """Rows of one key in one architecture, device by device."""
 
-    compute: Array
-    memory: Array
-    tiles: Array
-    seconds: Array
+    samples: dict[str, list[Sample]]
+    points: dict[str, Points]
+    dropped: dict[str, int]
+    dtype: str
 
-    @classmethod
-    def of(cls, samples: Sequence[Sample], device: DeviceProfile) -> _Points:
-        rate = device.flops(samples[0].cost.compute_dtype)
-        flops = [s.cost.flops if s.cost.padded_flops is None else s.cost.padded_flops for s in samples]
-        return cls(
-            np.array(flops, dtype=float) / rate,
-            np.array([s.cost.nbytes for s in samples], dtype=float) / device.memory_bandwidth.value,
-            np.array([1.0 if s.cost.tiles is None else s.cost.tiles for s in samples], dtype=float),
-            np.array([s.seconds for s in samples]),
-        )
+    def along(self, devices: Mapping[str, DeviceProfile], floor_s: float, gemm: Coefficients) -> _Class:
+        """With the time of what was measured along with it, as small kernels are priced."""
+        points = {
+            name: replace(
+                points,
+                other=np.array(
+                    [
+                        0.0
+                        if s.along is None
+                        else floor_s + float(s.along.nbytes) / devices[name].memory_bandwidth.value / gemm.memory
+                        for s in self.samples[name]
+                    ]
+                ),
+            )
+            for name, points in self.points.items()
+        }
+        return replace(self, points=points)
 
-    def predict(self, p: Sequence[float] | Array) -> Array:
-        """``p``: log floor, logits of the two efficiencies and, with five of them, logs of the two tile counts."""
-        compute, memory = self.compute / _sigmoid(p[1]), self.memory / _sigmoid(p[2])
-        if len(p) > 3:
-            compute = compute * (1 + np.exp(p[3]) / self.tiles)
-            memory = memory * (1 + np.exp(p[4]) / self.tiles)
-        return np.asarray(np.exp(p[0]) + np.maximum(compute, memory))
+    @property
+    def joined(self) -> Points:
+        return Points.joined(list(self.points.values()))
 
-    def fit(self, *, tiles: bool) -> Array:
-        """Coefficients as :meth:`predict` takes them."""
-        log_floor = float(np.log(self.seconds.min()))
-        starts = [[log_floor, e, e] for e in (-0.8, 0.8)]
-        if tiles:
-            starts = [[*start, c, m] for start in starts for c, m in ((0.0, 0.0), (4.0, 0.0))]
-        return _robust(lambda p: np.log(self.predict(p) / self.seconds), starts)
-
-    def take(self, rows: npt.NDArray[np.bool_]) -> _Points:
-        """The points where ``rows`` is true."""
-        return _Points(self.compute[rows], self.memory[rows], self.tiles[rows], self.seconds[rows])
-
-    def unseen(self, folds: npt.NDArray[np.int64], *, tiles: bool) -> tuple[float, float]:
-        """(error, bias) of every row as predicted by a fit of the other folds."""
-        predicted = np.empty_like(self.seconds)
-        for fold in range(FOLDS):
-            test = folds == fold
-            if test.any():
-                predicted[test] = self.take(test).predict(self.take(~test).fit(tiles=tiles))
-        return _scores(predicted, self.seconds)
+    @property
+    def folds(self) -> npt.NDArray[np.int64]:
+        # One case measured on two devices is one case: its folds must not see each other.
+        systems = set(SYSTEMS)
+        cases = [tuple(v for v in s.case if v not in systems) for rows in self.samples.values() for s in rows]
+        return np.array([fold_of(case) for case in cases])
 
 
-def fit_kernels(device: DeviceProfile, samples: dict[str, list[Sample]]) -> list[Fitted]:
-    """One fit per key with enough rows; rows faster than the device's own rates are dropped first."""
-    out: list[Fitted] = []
-    for key, rows in sorted(samples.items()):
-        possible = _best_software([s for s in rows if s.seconds >= max(_bounds(s, device))], device)
-        if len(possible) < MIN_ROWS:
+def _classes(devices: Mapping[str, DeviceProfile], samples: Mapping[str, dict[str, list[Sample]]]) -> dict[str, _Class]:
+    """Classes with rows enough, the wide dtypes first."""
+    out: dict[str, _Class] = {}
+    keys = sorted(
+        {key for rows in samples.values() for key in rows}, key=lambda key: (len(WIDER.get(_dtype(key), ())), key)
+    )
+    for key in keys:
+        # Rows faster than the device's own rates measured something else.
+        possible = {
+            name: [s for s in rows.get(key, ()) if s.seconds >= max(_bounds(s, devices[name]))]
+            for name, rows in samples.items()
+        }
+        possible = {name: rows for name, rows in possible.items() if rows}
+        kept = {name: rows for name, rows in _best_software(possible, devices).items() if rows}
+        if sum(map(len, kept.values())) < MIN_ROWS:
             continue
-        points = _Points.of(possible, device)
-        folds = np.array([fold_of(s.case) for s in possible])
-        tiles = False
-        error, bias = points.unseen(folds, tiles=False)
-        if len(possible) >= MIN_ROWS_TILES:
-            richer = points.unseen(folds, tiles=True)
-            if richer[0] < error * (1 - MIN_GAIN):
-                tiles, (error, bias) = True, richer
-        best = points.fit(tiles=tiles)
-        tile_terms = {"compute_tiles": _tile(best[3]), "memory_tiles": _tile(best[4])} if tiles else {}
-        fit = KernelFit(
-            floor_s=_round(float(np.exp(best[0]))),
-            compute=_round(_sigmoid(best[1])),
-            memory=_round(_sigmoid(best[2])),
-            source=f"{SOURCE}, {len(possible)} rows",
-            error=round(error, 3),
-            **tile_terms,
+        out[key] = _Class(
+            kept,
+            {name: _rows(rows, devices[name]) for name, rows in kept.items()},
+            {name: len(samples[name][key]) - len(rows) for name, rows in kept.items()},
+            next(iter(kept.values()))[0].cost.compute_dtype,
         )
-        out.append(Fitted(device.name, key, len(possible), len(rows) - len(possible), error, bias, fit))
     return out
 
 
-def _best_software(samples: list[Sample], device: DeviceProfile) -> list[Sample]:
-    """Without the software that is slower than the best by more than :data:`SLOWER` in the median.
+def _dtype(key: str) -> str:
+    return key.partition(":")[2]
 
-    Few cases were measured with several libraries, so that the best one cannot be chosen row by row; a serving engine
-    picks a library for all of them.
+
+@dataclass(frozen=True)
+class Architecture:
+    """What was fitted for devices that run the same kernels: coefficients by key with their sources.
+
+    ``small`` is the start of a small kernel with its source, None without measured blocks.
     """
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.software, []).append(sample)
-    groups = {name: rows for name, rows in groups.items() if len(rows) >= MIN_ROWS_SOFTWARE}
-    if len(groups) < 2:
-        return samples
-    points = _Points.of(samples, device)
-    log_ratio = np.log(points.seconds / points.predict(points.fit(tiles=False)))
-    slow = {name: float(np.median(log_ratio[[s.software == name for s in samples]])) for name in groups}
-    limit = min(slow.values()) + np.log(SLOWER)
-    dropped = {name for name, median in slow.items() if median > limit}
-    return [s for s in samples if s.software not in dropped]
+
+    name: str
+    devices: Mapping[str, DeviceProfile]
+    fits: Mapping[str, Coefficients]
+    sources: Mapping[str, str]
+    small: tuple[float, str] | None
+    lines: Sequence[Fitted]
+
+    def kernels(self, device: str) -> dict[str, KernelFit]:
+        """As the device's file holds them."""
+        errors = {line.key: line.error for line in self.lines if line.device == device}
+        return general_keys({k: kernel_fit(c, self.sources[k], errors.get(k)) for k, c in self.fits.items()})
 
 
-def small_kernel_floor(
-    device: DeviceProfile, modules: Sequence[ModuleSample], fits: dict[str, KernelFit]
-) -> tuple[float, str] | None:
-    """(seconds, source) that whole attention blocks leave for each of their small kernels; None without blocks.
+def fit_kernels(
+    name: str,
+    devices: Mapping[str, DeviceProfile],
+    samples: Mapping[str, dict[str, list[Sample]]],
+    modules: Mapping[str, Sequence[ModuleSample]],
+    older: Architecture | None = None,
+) -> Architecture:
+    """One set of coefficients per key for all ``devices``.
+
+    A key with too few rows is left out. Errors are of rows that the fit has not seen, device by device.
+    """
+    classes = _classes(devices, samples)
+    legs = {key: untold(c.joined) for key, c in classes.items()}
+    # A first pass finds what other classes tell of a leg, and the start of a small kernel; the second uses both.
+    shares = {key: {leg: (value, "") for leg, value in fixed.items()} for key, fixed in legs.items()}
+    first = _fit_all(name, devices, classes, shares, older, search=False)
+    small = _small_kernel(devices, modules, first, older)
+    if small is not None:
+        classes = {key: group.along(devices, small[0], first.fits["gemm:bfloat16"]) for key, group in classes.items()}
+    shares = {key: partner_shares(key, fixed, first.fits, legs) for key, fixed in legs.items()}
+    return replace(_fit_all(name, devices, classes, shares, older, search=True), small=small)
+
+
+def _fit_all(
+    name: str,
+    devices: Mapping[str, DeviceProfile],
+    classes: Mapping[str, _Class],
+    shares: Mapping[str, Mapping[str, tuple[float, str]]],
+    older: Architecture | None,
+    *,
+    search: bool,
+) -> Architecture:
+    fits: dict[str, Coefficients] = {}
+    lines: list[Fitted] = []
+    for key, group in classes.items():
+        limits = _limits(key, group.dtype, next(iter(devices.values())), fits, classes, older)
+        problem = Problem(group.joined, limits, {leg: share for leg, (share, _) in shares[key].items()})
+        fits[key], unseen = _fit_class(problem, group.folds, search=search)
+        lines += _lines(name, key, group, fits[key], unseen, shares[key])
+    return Architecture(name, devices, fits, {line.key: line.fit.source for line in lines}, None, lines)
+
+
+def _limits(
+    key: str,
+    dtype: str,
+    device: DeviceProfile,
+    fits: Mapping[str, Coefficients],
+    classes: Mapping[str, _Class],
+    older: Architecture | None,
+) -> Limits:
+    limits = Limits()
+    op_class = key.partition(":")[0]
+    for wide in WIDER.get(_dtype(key), ()):
+        name = f"{op_class}:{wide}"
+        if name in fits:
+            limits = limits.within(
+                fits[name], rate=device.flops(dtype) / device.flops(classes[name].dtype), bandwidth=1
+            )
+    if older is not None and key in older.fits:
+        for old in older.devices.values():
+            limits = limits.within(
+                older.fits[key],
+                rate=device.flops(dtype) / old.flops(dtype),
+                bandwidth=device.memory_bandwidth.value / old.memory_bandwidth.value,
+            )
+    return limits
+
+
+def _fit_class(problem: Problem, folds: npt.NDArray[np.int64], *, search: bool) -> tuple[Coefficients, Array]:
+    """(coefficients, what a fit of other rows says of each row), with tile terms where they help."""
+    measured = problem.points.seconds
+    richer = replace(problem, tiles=len(measured) >= MIN_ROWS_TILES)
+    if not search:
+        return richer.solve().rounded(), measured
+    unseen = problem.unseen(folds)
+    if richer.tiles:
+        better = richer.unseen(folds)
+        if _scores(better, measured)[0] < _scores(unseen, measured)[0] * (1 - MIN_GAIN):
+            return richer.solve().rounded(), better
+    return problem.solve().rounded(), unseen
+
+
+def _lines(
+    architecture: str,
+    key: str,
+    group: _Class,
+    best: Coefficients,
+    unseen: Array,
+    shares: Mapping[str, tuple[float, str]],
+) -> list[Fitted]:
+    counts = {name: len(points.seconds) for name, points in group.points.items()}
+    rows = " and ".join(f"{count} of {name}" for name, count in counts.items())
+    source = f"{SOURCE}, {architecture}: {rows}"
+    for leg, (_, partner) in shares.items():
+        taken = f"as {partner}" if partner else "assumed"
+        source += f"; {leg} share {taken}, no rows are bound by it"
+    out, start = [], 0
+    for name, points in group.points.items():
+        predicted = unseen[start : start + counts[name]]
+        start += counts[name]
+        error, bias = _scores(predicted, points.seconds)
+        out.append(Fitted(name, key, counts[name], group.dropped[name], error, bias, kernel_fit(best, source, error)))
+    return out
+
+
+def left_over(device: DeviceProfile, modules: Sequence[ModuleSample], fits: Mapping[str, KernelFit]) -> list[float]:
+    """Seconds that each short attention block leaves for each of its small kernels.
 
     A block of kernels in a captured graph takes less than the sum of its kernels measured alone, since starts overlap.
     """
-    small = [m for m in modules if m.seconds < SMALL_BLOCK_S]
-    if len(small) < MIN_ROWS:
-        return None
     priced = device.model_copy(update={"kernels": {**device.kernels, **fits}})
-    left = [(m.seconds - sum(float(kernel_seconds(c, priced)) for c in m.costs)) / m.pointwise for m in small]
-    return max(float(np.median(left)), MIN_FLOOR_S), f"what {len(small)} MLA blocks of {device.name} leave, {SOURCE}"
+    small = [m for m in modules if m.seconds < SMALL_BLOCK_S]
+    return [(m.seconds - sum(float(kernel_seconds(c, priced)) for c in m.costs)) / m.pointwise for m in small]
 
 
-def add_small_kernels(kernels: dict[str, dict[str, KernelFit]], floors: dict[str, tuple[float, str] | None]) -> None:
-    """Fits of pointwise ops and sampling: the floor above and the shares that a product reaches.
+def _small_kernel(
+    devices: Mapping[str, DeviceProfile],
+    modules: Mapping[str, Sequence[ModuleSample]],
+    fitted: Architecture,
+    older: Architecture | None,
+) -> tuple[float, str] | None:
+    """(seconds, source) of a small kernel's start: blocks of all devices together; no more than the older one's."""
+    left = {name: left_over(device, modules[name], fitted.kernels(name)) for name, device in devices.items()}
+    values = [value for rows in left.values() for value in rows]
+    before = older.small if older is not None else None
+    if len(values) < MIN_ROWS:
+        return before
+    names = " and ".join(f"{len(rows)} MLA blocks of {name}" for name, rows in left.items())
+    own = max(float(np.median(values)), MIN_FLOOR_S), f"what {names} leave, {SOURCE}"
+    return before if before is not None and before[0] < own[0] else own
 
-    A device without measured blocks takes the largest floor of those that have some.
+
+def add_small_kernels(
+    kernels: Mapping[str, dict[str, KernelFit]], floors: Mapping[str, tuple[float, str] | None]
+) -> None:
+    """Fits of pointwise ops and sampling: the start above and the shares that a product reaches.
+
+    A device without measured blocks takes the largest start of those that have some.
     """
     known = max((floor for floor in floors.values() if floor is not None), default=(MIN_FLOOR_S, "assumed"))
     for name, fits in kernels.items():
@@ -223,43 +377,57 @@ def _round(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _tile(log_count: float) -> float:
-    count = float(np.exp(log_count))
-    return _round(count) if count > 0.05 else 0.0
+def fit_collectives(
+    devices: Mapping[str, DeviceProfile], samples: Mapping[str, dict[str, list[WireSample]]]
+) -> list[Fitted]:
+    """``alpha + alpha_rank*(n-1) + wire / (bandwidth*efficiency)`` in a node, per kind.
 
-
-def fit_collectives(device: DeviceProfile, samples: dict[str, list[WireSample]]) -> list[Fitted]:
-    """``alpha + alpha_rank*(n-1) + wire / (bandwidth*efficiency)`` in a node, per kind."""
-    bandwidth, hop = device.tiers[0].bandwidth.value, device.tiers[0].latency_s
+    ``devices`` have links and switches of one kind: they share both starts, and those of one bandwidth the share too.
+    """
+    speeds = sorted({d.tiers[0].bandwidth.value for d in devices.values()})
     out: list[Fitted] = []
-    for kind, rows in sorted(samples.items()):
-        wire = np.array([wire_bytes(kind, s.nbytes, s.ranks) for s in rows]) / bandwidth
-        others = np.array([s.ranks - 1 for s in rows], dtype=float)
-        seconds = np.array([s.seconds for s in rows])
-        folds = np.array([fold_of((kind, s.ranks, s.nbytes)) for s in rows])
+    for kind in sorted({kind for rows in samples.values() for kind in rows}):
+        rows = [(name, s) for name in devices for s in samples[name].get(kind, [])]
+        bandwidth = np.array([devices[name].tiers[0].bandwidth.value for name, _ in rows])
+        hop = np.array([devices[name].tiers[0].latency_s for name, _ in rows])
+        wire = np.array([float(wire_bytes(kind, s.nbytes, s.ranks)) for _, s in rows]) / bandwidth
+        others = np.array([s.ranks - 1 for _, s in rows], dtype=float)
+        seconds = np.array([s.seconds for _, s in rows])
+        speed = np.searchsorted(speeds, bandwidth)
+        folds = np.array([fold_of((kind, s.ranks, s.nbytes)) for _, s in rows])
         possible = seconds >= wire
 
-        def predict(p: Array, rows: npt.NDArray[np.bool_], wire: Array = wire, others: Array = others) -> Array:
-            return np.asarray(hop + np.exp(p[0]) + np.exp(p[1]) * others[rows] + wire[rows] / _sigmoid(p[2]))
+        def predict(p: Array, pick: npt.NDArray[np.bool_]) -> Array:
+            share = 1 / (1 + np.exp(-p[2:]))
+            moving = wire[pick] / share[speed[pick]]  # noqa: B023
+            return np.asarray(hop[pick] + np.exp(p[0]) + np.exp(p[1]) * others[pick] + moving)  # noqa: B023
 
-        def fitted(rows: npt.NDArray[np.bool_], seconds: Array = seconds) -> Array:
-            starts = [[np.log(5e-6), np.log(r), 0.5] for r in (1e-7, 1e-6)]
-            return _robust(lambda p: np.log(predict(p, rows) / seconds[rows]), starts)
+        def fitted(pick: npt.NDArray[np.bool_]) -> Array:
+            starts = [[np.log(5e-6), np.log(r), *([0.5] * len(speeds))] for r in (1e-7, 1e-6)]
+            return _robust(lambda p: np.log(predict(p, pick) / seconds[pick]), starts)  # noqa: B023
 
         guess = np.zeros_like(seconds)
         for fold in range(FOLDS):
             test = possible & (folds == fold)
             guess[test] = predict(fitted(possible & (folds != fold)), test)
-        error, bias = _scores(guess[possible], seconds[possible])
         best = fitted(possible)
-        fit = CollectiveFit(
-            alpha_s=_round(float(np.exp(best[0]))),
-            alpha_rank_s=_round(float(np.exp(best[1]))),
-            efficiency=_round(_sigmoid(best[2])),
-            source=f"{SOURCE}, {int(possible.sum())} sizes, one node",
-            error=round(error, 3),
-        )
-        out.append(Fitted(device.name, kind, int(possible.sum()), int((~possible).sum()), error, bias, fit))
+        counts = {
+            name: int(sum(ok for (n, _), ok in zip(rows, possible, strict=True) if n == name)) for name in devices
+        }
+        text = " and ".join(f"{count} of {name}" for name, count in counts.items())
+        for name, device in devices.items():
+            mine = possible & np.array([n == name for n, _ in rows])
+            error, bias = _scores(guess[mine], seconds[mine])
+            fit = CollectiveFit(
+                alpha_s=_round(float(np.exp(best[0]))),
+                alpha_rank_s=_round(float(np.exp(best[1]))),
+                efficiency=_round(_sigmoid(best[2 + speeds.index(device.tiers[0].bandwidth.value)])),
+                source=f"{SOURCE}, sizes in a node: {text}" + ("; one start for both" if len(devices) > 1 else ""),
+                error=round(error, 3),
+            )
+            out.append(
+                Fitted(name, kind, counts[name], len(samples[name].get(kind, [])) - counts[name], error, bias, fit)
+            )
     return out
 
 
@@ -288,20 +456,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not any(args.folder.glob("*__*.csv")):
         print(f"{args.folder} holds no op tables (<op>__<system>.csv); give their folder", file=sys.stderr)
         return 2
+    devices = {system: load_device(name) for system, name in SYSTEMS.items()}
     lines: list[Fitted] = []
+    found: dict[str, Architecture] = {}
     kernels: dict[str, dict[str, KernelFit]] = {}
-    collectives: dict[str, dict[str, CollectiveFit]] = {}
     floors: dict[str, tuple[float, str] | None] = {}
-    for system, name in SYSTEMS.items():
-        device = load_device(name)
-        local = fit_kernels(device, kernel_samples(args.folder, system))
-        wires = fit_collectives(device, wire_samples(args.folder, system))
-        fits = general_keys({line.key: line.fit for line in local if isinstance(line.fit, KernelFit)})
-        floors[name] = small_kernel_floor(device, module_samples(args.folder, system), fits)
-        kernels[name] = fits
-        collectives[name] = {line.key: line.fit for line in wires if isinstance(line.fit, CollectiveFit)}
-        lines += [*local, *wires]
+    for architecture, systems in ARCHITECTURES.items():
+        fitted = found[architecture] = fit_kernels(
+            architecture,
+            {devices[s].name: devices[s] for s in systems},
+            {devices[s].name: kernel_samples(args.folder, s) for s in systems},
+            {devices[s].name: module_samples(args.folder, s) for s in systems},
+            found.get(OLDER.get(architecture, "")),
+        )
+        lines += fitted.lines
+        for name in fitted.devices:
+            kernels[name], floors[name] = fitted.kernels(name), fitted.small
     add_small_kernels(kernels, floors)
+    collectives: dict[str, dict[str, CollectiveFit]] = {}
+    for family in LINK_FAMILIES:
+        members = [s for architecture in family for s in ARCHITECTURES[architecture]]
+        wires = fit_collectives(
+            {devices[s].name: devices[s] for s in members},
+            {devices[s].name: wire_samples(args.folder, s) for s in members},
+        )
+        lines += wires
+        for line in wires:
+            if isinstance(line.fit, CollectiveFit):
+                collectives.setdefault(line.device, {})[line.key] = line.fit
     print_table(lines)
     if args.write:
         for path in write_sections(ROOT / "configs" / "devices", kernels, collectives):

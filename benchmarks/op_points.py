@@ -15,6 +15,7 @@ from pathlib import Path
 from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model.base import COSTS, OpCost
 from tensor_cast.quant import SCHEMES, QuantScheme
+from tensor_cast.units import ceil_div
 
 BF16, FP8, FP4 = "bfloat16", "float8_e4m3fn", "float4_e2m1fn"
 DTYPES = {"bfloat16": BF16, "half": "float16", "fp8": FP8, "fp8_block": FP8, "nvfp4": FP4, "int8": "int8"}
@@ -27,7 +28,7 @@ class Sample:
     """One measured point.
 
     ``key`` is the key of the fit it belongs to (``gemm:bfloat16``), ``case`` what it measured, ``software`` what ran
-    it.
+    it, ``along`` another op that was measured with it.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Sample:
     cost: OpCost
     seconds: float
     software: str = ""
+    along: OpCost | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,23 @@ def _gemm(row: Row) -> tuple[str, OpCost]:
     x = TensorSpec((m, k), scheme.activation_dtype or BF16 if scheme else BF16)
     cost = _cost("aten.linear", [x, *_weight((n, k), scheme)], [TensorSpec((m, n), BF16)], compute_dtype=DTYPES[dtype])
     return f"gemm:{'fp8_block' if dtype == 'fp8_block' else DTYPES[dtype]}", cost
+
+
+def _quantisation(table: str, row: Row) -> OpCost | None:
+    """The quantisation of the input that a product of few bits was measured with.
+
+    Engines' linear layers quantise what they are given: the shortest of these products take the time of a short bf16
+    one and of one more kernel.
+    """
+    name = _SCHEMES.get(row["gemm_dtype"]) if table.startswith("gemm_") else None
+    if name is None:
+        return None
+    scheme, (m, k) = SCHEMES.get(name), (int(row["m"]), int(row["k"]))
+    assert scheme.activation_dtype is not None
+    scales = TensorSpec((m, ceil_div(k, scheme.group) if scheme.group else 1), "float32")
+    return _cost(
+        "tensor_cast.dynamic_quant", [TensorSpec((m, k), BF16)], [TensorSpec((m, k), scheme.activation_dtype), scales]
+    )
 
 
 def _attention(row: Row, queries: int, keys: int, phase: str) -> OpCost:
@@ -211,7 +230,7 @@ def kernel_samples(folder: Path, system: str) -> dict[str, list[Sample]]:
                 continue
             key, cost = make(row)
             case = (table, *(value for column, value in row.items() if column not in _NOT_CASE))
-            sample = Sample(key, case, cost, float(row["latency_ms"]) * 1e-3, row["backend"])
+            sample = Sample(key, case, cost, float(row["latency_ms"]) * 1e-3, row["backend"], _quantisation(table, row))
             if case not in best or sample.seconds < best[case].seconds:
                 best[case] = sample
     out: dict[str, list[Sample]] = defaultdict(list)

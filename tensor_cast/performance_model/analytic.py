@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensor_cast.device.profile import DeviceProfile, KernelFit, OpClass
+from tensor_cast.errors import ConfigError
 from tensor_cast.ir.expr import Num
 from tensor_cast.performance_model.base import OpCost
+from tensor_cast.quant import KV_SCHEMES
 
 __all__ = ["Bound", "OpTime", "kernel_fit", "kernel_seconds", "kernel_time"]
 
@@ -73,12 +75,18 @@ class OpTime:
         return np.asarray(np.argmax(np.stack(shares), axis=0))
 
 
+#: Types whose kernels move and multiply the same bytes at the same rate.
+EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
 def _compute_dtype(cost: OpCost, device: DeviceProfile) -> str:
     return device.compute_dtype(cost.compute_dtype) if cost.compute_dtype else ""
 
 
 def kernel_fit(cost: OpCost, device: DeviceProfile) -> tuple[str, KernelFit]:
-    """The most specific fit: of the kernel family, of the dtype the kernel computes in, of the op class.
+    """The most specific fit: of the kernel family, of the dtype the kernel computes in, of its width, of the op class.
+
+    Where int8 (or fp8) products have no fit of their own, those of the other 8-bit type tell more than those of 16 bits.
 
     Raises:
         ConfigError: the device cannot compute in the op's dtype, not even in another one.
@@ -87,7 +95,8 @@ def kernel_fit(cost: OpCost, device: DeviceProfile) -> tuple[str, KernelFit]:
     dtype = _compute_dtype(cost, device)
     # An emulated dtype runs the kernels of the dtype it is emulated in, whatever its family.
     variant = cost.variant if dtype == cost.compute_dtype else ""
-    for detail in (variant, dtype):
+    alike = EIGHT_BIT if dtype in EIGHT_BIT else ()
+    for detail in (variant, dtype, *alike):
         key = f"{cost.op_class}:{detail}"
         if detail and key in device.kernels:
             return key, device.kernels[key]
@@ -116,10 +125,28 @@ def _legs(cost: OpCost, device: DeviceProfile, fit: KernelFit) -> tuple[Num, Num
     return compute_s, memory_s
 
 
+def _cache_note(cost: OpCost, device: DeviceProfile) -> str:
+    """What a cache in a type that the device does not multiply is widened to inside the kernel; empty for others.
+
+    Raises:
+        ConfigError: the device neither computes in that type nor has kernels that widen it.
+    """
+    if not cost.cache_dtype or cost.cache_dtype in device.peak_flops:
+        return ""
+    if cost.cache_dtype in device.emulates:
+        return f"; {cost.cache_dtype} cache widened to {cost.compute_dtype} in the kernel"
+    able = ", ".join(name for name, dtype in KV_SCHEMES.items() if dtype is None or dtype in device.peak_flops)
+    raise ConfigError(
+        f"{device.name} cannot read a {cost.cache_dtype} KV cache: no rate and no kernels for that type; "
+        f"choose another --quantize-attention-action ({able}) or another device"
+    )
+
+
 def kernel_seconds(cost: OpCost, device: DeviceProfile) -> Num:
     """Seconds of one call of a local op; 0 when it launches nothing."""
     if cost.free or cost.op_class is None:
         return 0.0
+    _cache_note(cost, device)
     _, fit = kernel_fit(cost, device)
     return fit.floor_s + np.maximum(*_legs(cost, device, fit))
 
@@ -133,6 +160,7 @@ def kernel_time(cost: OpCost, device: DeviceProfile) -> OpTime:
     seconds = fit.floor_s + np.maximum(compute_s, memory_s)
     emulated = _compute_dtype(cost, device)
     note = f"; {cost.compute_dtype} computed in {emulated}" if emulated != cost.compute_dtype else ""
+    note += _cache_note(cost, device)
     return OpTime(seconds, compute_s, memory_s, fit.floor_s, 0.0, f"{device.name} {key}: {fit.source}{note}")
 
 

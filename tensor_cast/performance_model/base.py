@@ -71,6 +71,7 @@ class OpCost:
         streams: independent pieces of its memory traffic; None where they are the tiles. Tiles that read the same
             weights are one stream, so that a product which spreads its rows over more tiles does not read them faster.
         variant: more specific kernel name, looked up before the dtype (``"fp8_block"``).
+        cache_dtype: what the KV cache that the op reads is stored in; empty where it reads none.
         collective: set for an op that crosses ranks.
         free: launches no kernel (its bytes are charged elsewhere).
     """
@@ -84,6 +85,7 @@ class OpCost:
     tiles: Num | None = None
     streams: Num | None = None
     variant: str = ""
+    cache_dtype: str = ""
     collective: CollectiveCost | None = None
     free: bool = False
 

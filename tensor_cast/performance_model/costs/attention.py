@@ -44,6 +44,10 @@ def _is_decode(op: OpRecord) -> bool:
     return str(op.attr("phase", "decode")) == "decode"
 
 
+def _cache_dtype(spec: TensorSpec) -> str:
+    return spec.dtype if spec.kind is Kind.KV else ""
+
+
 @op_cost("tensor_cast.attention")
 def attention(op: OpRecord) -> OpCost:
     """q[B,Q,h,D], k[B,S',hkv,D], v[B,S',hkv,Dv] -> out[B,Q,h,Dv] (, lse[B,Q,h]); S' = S/dcp.
@@ -74,6 +78,7 @@ def attention(op: OpRecord) -> OpCost:
         padded_flops=padded,
         tiles=tiles,
         compute_dtype=query.dtype,
+        cache_dtype=_cache_dtype(key),
         bytes_read=tensor_bytes(query)
         + b * keys_read(q, s, window) / dcp * kv_heads * kv_bytes
         + total_bytes(op.inputs[3:]),
@@ -98,6 +103,7 @@ def mla_attention(op: OpRecord) -> OpCost:
         flops=2 * b * pairs * heads * (width + rank),
         tiles=b,
         compute_dtype=query.dtype,
+        cache_dtype=_cache_dtype(latent),
         bytes_read=tensor_bytes(query)
         + b * keys_read(q, s, op.attr("window")) / dcp * dims(latent)[2] * bits_of(latent.dtype) / 8
         + total_bytes(op.inputs[2:]),
