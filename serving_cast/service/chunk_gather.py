@@ -4,6 +4,8 @@ A prompt's chunk attends to what the cache already holds of the prompt, and each
 
 - MLA: each layer all-gathers the latent of the context, ``S_ctx/dcp * (kv_lora + rope)`` elements per rank, and goes on
   as without DCP. The chunk itself needs nothing.
+- Sparse attention (DSA): with vllm-ascend as MLA (it gathers the blocks that were chosen, at most the context); with
+  vllm its chunks run as decode steps do, and where a layer chooses tokens each rank's candidates are gathered first.
 - GQA: as in decode, the chunk's queries are gathered, attend to the local context, and the partial outputs are merged,
   with the collectives of the DCP semantics. Chunks without context skip this.
 
@@ -62,11 +64,25 @@ class ChunkGather:
             context_tokens: cached tokens before the chunks, summed over their prompts.
         """
         m, tp, dcp = self.model, self.parallel.tensor_parallel_size, self.parallel.decode_context_parallel_size
-        if m.attention is not AttentionKind.GQA:
+        semantics = get_semantics(self.dcp_semantics)
+        sparse = m.attention is AttentionKind.DSA
+        if m.attention is AttentionKind.MLA or (sparse and semantics.replicates_indexer):
             width = (m.kv_lora_rank + m.qk_rope_head_dim) * bytes_of(m.dtype)
             return [("all_gather", context_tokens / dcp * width)]
-        collectives = get_semantics(self.dcp_semantics).collectives(m, tp, dcp)
-        return [(_KINDS[c.op], tokens * c.nbytes) for c in collectives]
+        return [(_KINDS[c.op], tokens * c.nbytes) for c in semantics.collectives(m, tp, dcp)]
+
+    def candidates(self, tokens: Num) -> list[tuple[str, Num]]:
+        """As :meth:`buffers`, what a layer of sparse attention that chooses tokens gathers beside that."""
+        dcp = self.parallel.decode_context_parallel_size
+        found = get_semantics(self.dcp_semantics).indexer_collectives(self.model, dcp)
+        return [(_KINDS[c.op], tokens * c.nbytes) for c in found]
+
+    @property
+    def choosing_layers(self) -> float:
+        """Layers that choose tokens; of a stage the share that the whole model has. Draft layers all do."""
+        own, count = self.model.indexer_layers, self.model.num_hidden_layers
+        drafts = min(self.model.num_nextn_predict_layers, self.num_mtp_tokens)
+        return self.layers * (sum(own) + drafts) / (count + drafts)
 
     def __call__(self, prompts: Array, chunk: Array, context: Array, share: Array) -> Num:
         """Seconds for ``prompts`` chunks of ``chunk`` tokens; a ``share`` of them has ``context`` tokens before it."""
@@ -75,5 +91,7 @@ class ChunkGather:
         # Mean context over all chunks = share * context of those that have any.
         with_context = np.where(share > 0, context / np.maximum(share, 1e-12), 0.0)
         for kind, nbytes in self.buffers(prompts * chunk, prompts * with_context):
-            total = total + collective_seconds(self.device, kind, nbytes, ranks)
-        return total * share * self.layers
+            total = total + self.layers * collective_seconds(self.device, kind, nbytes, ranks)
+        for kind, nbytes in self.candidates(prompts * chunk):
+            total = total + self.choosing_layers * collective_seconds(self.device, kind, nbytes, ranks)
+        return total * share

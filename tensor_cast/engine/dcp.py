@@ -39,6 +39,10 @@ _ALL_GATHER = "all_gather_into_tensor"
 _ALL_TO_ALL = "all_to_all_single"
 _REDUCE_SCATTER = "reduce_scatter_tensor"
 
+#: With this many query heads on a rank vLLM's sparse attention takes a kernel that cannot be merged over DCP ranks. (It
+#: also wants an fp8 cache and 512, 1,024 or 2,048 chosen tokens, which every published model has.)
+_SPARSE_HEADS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -240,6 +244,24 @@ class Vllm(_Engine):
     name = "vllm"
     merge_op = _REDUCE_SCATTER
     merge_dtype = None
+
+    def violations(self, model: ModelConfig, tp: int, dcp: int) -> list[LegalityError]:
+        """As everywhere, and sparse attention returns an lse only from the kernel that takes few heads."""
+        found = super().violations(model, tp, dcp)
+        total = model.num_attention_heads
+        heads = total // tp
+        if not found and dcp > 1 and model.attention is AttentionKind.DSA and heads >= _SPARSE_HEADS:
+            least = next(ways for ways in range(tp, total + 1) if total % ways == 0 and total // ways < _SPARSE_HEADS)
+            found.append(
+                LegalityError(
+                    "dcp.sparse_heads",
+                    f"fewer than {_SPARSE_HEADS} query heads per rank with sparse attention (FlashMLA-sparse's path "
+                    "for mixed batches)",
+                    f"{total} query heads, tp_size {tp}: {heads} per rank",
+                    f"set dcp_size to 1, or tp_size to {least} or more",
+                )
+            )
+        return found
 
     def _merge(self, heads: int, width: int, dtype: str) -> tuple[Collective, ...]:
         return (

@@ -62,8 +62,22 @@ def test_listed_sizes_beyond_the_devices_are_rejected(make_runner: Runner) -> No
     }
 
 
-def test_odd_device_counts(make_runner: Runner) -> None:
-    assert {tp for (tp,) in sizes(make_runner(num_devices=12), "tp")} == {1, 2, 3, 4, 6, 12}
+def test_device_counts_that_no_head_count_divides(make_runner: Runner) -> None:
+    """TP sizes divide the heads, DP sizes the devices; an instance need not divide them, the rest stays idle."""
+    heads = make_runner().setting.model.num_attention_heads
+    found = {tp for (tp,) in sizes(make_runner(num_devices=12), "tp")}
+    assert found == {n for n in range(1, 13) if heads % n == 0}
+    assert {dp for (dp,) in sizes(make_runner(num_devices=12), "dp")} == {1, 2, 3, 4, 6, 12}
+
+
+def test_instances_of_the_ratio_need_not_divide_the_devices(make_runner: Runner) -> None:
+    runner = make_runner(
+        mode=Mode.PD_RATIO, num_devices=9, prefill_devices_per_instance=4, decode_devices_per_instance=4
+    )
+    choice = runner.run()[0].choice
+    assert choice is not None
+    assert (choice.x, choice.y, choice.devices_used) == (1, 1, 8)
+    assert choice.prefill.tp * choice.prefill.dp == 4
 
 
 @pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.PD_RATIO])
@@ -111,6 +125,18 @@ def test_draft_tokens_need_draft_weights(make_config: Callable[..., Any]) -> Non
 def gather(model: str, tp: int, dcp: int, semantics: str = "vllm-ascend") -> ChunkGather:
     parallel = ParallelConfig(tp_size=tp, dcp_size=dcp).to_tensor_cast()
     return ChunkGather(load_model_config(model), load_device("H200_SXM"), parallel, semantics)
+
+
+def test_chunks_of_sparse_attention() -> None:
+    """vllm: chunks run like decode steps, and 21 of GLM's 78 layers gather 16 KiB of candidates per token first."""
+    glm = "zai-org/GLM-5.3"
+    merged = gather(glm, 8, 8, "vllm")
+    assert [kind for kind, _ in merged.buffers(1000.0, 8192.0)] == ["all_gather", "all_gather", "reduce_scatter"]
+    assert merged.candidates(1000.0) == [("all_gather", 1000 * 2048 * 8)]
+    assert merged.choosing_layers == 21
+    # vllm-ascend gathers latents, at most those of the whole context.
+    assert gather(glm, 8, 8).buffers(1000.0, 8192.0) == [("all_gather", 8192 / 8 * 576 * 2)]
+    assert gather(glm, 8, 8).candidates(1000.0) == gather(R1, 8, 4).candidates(1000.0) == []
 
 
 def test_mla_chunks_gather_the_context() -> None:

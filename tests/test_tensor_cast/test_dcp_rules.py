@@ -211,6 +211,15 @@ def test_volumes_of_sparse_attention() -> None:
     assert [v[1] for v in volumes("vllm", GLM, 8, 8)] == ["q", "lse", "out"]
 
 
+def test_sparse_attention_needs_few_heads_per_rank() -> None:
+    # GLM has 64 heads, DeepSeek-V3.2 128; 32 on a rank are too many.
+    assert [tp for tp in POWERS if get_semantics("vllm").violations(GLM, tp, tp)] == [2]
+    v32 = load_model_config("deepseek-ai/DeepSeek-V3.2")
+    assert [tp for tp in POWERS if get_semantics("vllm").violations(v32, tp, tp)] == [2, 4]
+    (error,) = get_semantics("vllm").violations(v32, 4, 2)
+    assert (error.rule, error.remedy) == ("dcp.sparse_heads", "set dcp_size to 1, or tp_size to 8 or more")
+
+
 def test_candidates_of_an_indexer() -> None:
     """(score, id) in float32 of the 2048 best tokens: 16 KiB per token, where the indexer's cache is split."""
     (candidates,) = get_semantics("vllm").indexer_collectives(GLM, 8)
