@@ -159,7 +159,6 @@ def test_plan_needs_no_torch():
 @pytest.mark.slow
 @pytest.mark.parametrize("model", model_names())
 def test_every_embedded_config_on_every_telling_layout(run, model):
-
     try:
         load_model_config(model)
     except UnsupportedModelError as error:
