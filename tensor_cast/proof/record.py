@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
 from tensor_cast.ir.program import Layout, compose
-from tensor_cast.ir.record import Kind, OpRecord, Part, Phase, Segment, TensorSpec
+from tensor_cast.ir.record import Kind, OpRecord, Part, Phase, Scope, Segment, TensorSpec
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.program import Anatomy, RankProgram
 from tensor_cast.model_config import ModelConfig
@@ -120,9 +121,9 @@ def unfolded(segments: tuple[Segment, ...]) -> Iterator[OpRecord]:
 def first_difference(executed: tuple[OpRecord, ...], traced: list[OpRecord], size: dict[str, int]) -> str | None:
     """Where the two lists of ops part, in a sentence; None if they are equal.
 
-    Compared are names, modules, shapes and types of all operands, axis and group size of collectives. Views are in
-    neither list. Where a size of the step is 1, copies that only change the layout are left out of both: torch makes
-    none when there is nothing to move.
+    Compared are names, modules, shapes, types and kinds of all operands, attributes, scope, axis and group size of
+    collectives. Views are in neither list. Where a size of the step is 1, copies that only change the layout are left
+    out of both: torch makes none when there is nothing to move.
     """
     keep_copies = size["B"] > 1 and size["Q"] > 1
     lists = [[_essence(op) for op in ops if keep_copies or op.name != _LAYOUT_COPY] for ops in (executed, traced)]
@@ -132,19 +133,32 @@ def first_difference(executed: tuple[OpRecord, ...], traced: list[OpRecord], siz
     return None
 
 
-_Essence = tuple[str, str, tuple[tuple[tuple[int, ...], str, Kind], ...], str | None, int | None]
+@dataclass(frozen=True)
+class _Essence:
+    """What must agree of an op: everything but the numbers of values."""
+
+    name: str
+    module: str
+    tensors: tuple[tuple[tuple[int, ...], str, Kind], ...]
+    attrs: tuple[tuple[str, Any], ...]
+    axis: str | None
+    group_size: int | None
+    scope: Scope
 
 
 def _essence(op: OpRecord) -> _Essence:
     def plain(spec: TensorSpec) -> tuple[tuple[int, ...], str, Kind]:
         return tuple(map(int, spec.shape)), spec.dtype, spec.kind
 
-    return (op.name, op.module, tuple(map(plain, (*op.inputs, *op.outputs))), op.axis, op.group_size)
+    tensors = tuple(map(plain, (*op.inputs, *op.outputs)))
+    return _Essence(op.name, op.module, tensors, op.attrs, op.axis, op.group_size, op.scope)
 
 
 def _readable(essence: _Essence | None) -> str:
     if essence is None:
         return "nothing"
-    name, module, tensors, axis, size = essence
-    shapes = ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in tensors)
-    return f"{name} in {module or 'the model'} on {shapes}" + (f" over {axis} of {size}" if axis else "")
+    shapes = ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in essence.tensors)
+    words = f"{essence.name} in {essence.module or 'the model'} on {shapes}"
+    if essence.attrs:
+        words += " with " + ", ".join(f"{name}={value}" for name, value in essence.attrs)
+    return words + (f" over {essence.axis} of {essence.group_size}" if essence.axis else "")
