@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tensor_cast.ir.expr import Num
 
-__all__ = ["CAUSES", "Flow", "StageTimes", "mixed_flow", "prefill_seconds", "steady_flow"]
+__all__ = ["CAUSES", "Flow", "Slot", "StageTimes", "mixed_flow", "play", "prefill_seconds", "steady_flow"]
 
 Array = NDArray[np.float64]
 
@@ -63,6 +63,15 @@ class StageTimes:
     def latency(self) -> Num:
         """One batch's way through all stages and back."""
         return sum(self.work) + sum(self.hops) + self.back
+
+    def at(self, index: int) -> StageTimes:
+        """The times of one batch size, as plain numbers."""
+
+        def pick(value: Num) -> float:
+            flat = np.ravel(np.asarray(value, dtype=np.float64))
+            return float(flat[index if len(flat) > 1 else 0])
+
+        return StageTimes(tuple(map(pick, self.work)), tuple(map(pick, self.hops)), pick(self.back), self.overlap)
 
     @cached_property
     def slowest_work(self) -> Num:
@@ -138,6 +147,45 @@ def mixed_flow(calm: StageTimes, busy: StageTimes, share: Num, batches: int) -> 
         tuple(np.asarray(batches * work / cycle) for work in mean),
         {cause: np.asarray(seconds / cycle) for cause, seconds in idle.items()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One step of one batch on one stage: what came in from ``hop_begin`` to ``begin`` is worked on until ``end``."""
+
+    stage: int
+    batch: int
+    step: int
+    hop_begin: float
+    begin: float
+    end: float
+    busy: bool
+
+
+def play(calm: StageTimes, busy: StageTimes, share: float, batches: int, steps: int) -> list[Slot]:
+    """The first ``steps`` steps of each batch, from empty stages on; times are plain numbers.
+
+    Batches start in turn. A stage takes one batch at a time, in order; a batch starts its next step when its last
+    tokens are back. Every 1/``share``-th step is a busy one.
+    """
+    stages = len(calm.work)
+    free = [0.0] * stages
+    ready = [0.0] * batches
+    out: list[Slot] = []
+    for k in range(batches * steps):
+        batch = k % batches
+        chunk = int((k + 1) * share + 1e-9) > int(k * share + 1e-9)
+        times = busy if chunk else calm
+        now = ready[batch]
+        for stage in range(stages):
+            hop = times.hops[stage]
+            # An overlapped transfer goes on while the stage works on the batch before.
+            start = now if times.overlap else max(now, free[stage])
+            begin = max(start + hop, free[stage])
+            now = free[stage] = begin + times.work[stage]
+            out.append(Slot(stage, batch, k // batches, begin - hop, begin, now, chunk))
+        ready[batch] = now + times.back
+    return out
 
 
 def prefill_seconds(times: StageTimes, chunks: float, batches: int) -> tuple[Array, Array]:

@@ -106,6 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_options = parser.add_argument_group("run and output")
     run_options.add_argument("--format", default="table", metavar="FORMAT", help="table (default), json or csv")
     run_options.add_argument("--output", metavar="FILE", help="write there instead of standard output")
+    run_options.add_argument(
+        "--report", metavar="FILE", help="memory by stage and batches over time of the best layout, as one HTML file"
+    )
     run_options.add_argument("--top", default="10", metavar="N", help="candidates in the table (default 10)")
     run_options.add_argument("--jobs", default="1", metavar="N", help="processes for several devices (default 1)")
     run_options.add_argument("--strict", action="store_true", help="an op without a price is an error")
@@ -186,6 +189,8 @@ def run(args: argparse.Namespace) -> int:
 
     with _Progress() as progress:
         summaries = run_devices(config, progress.update)
+    if args.report:
+        _report(args.report, summaries)
     shown = args.format == "table" and not args.output and sys.stdout.isatty()
     if args.output:
         from pathlib import Path
@@ -295,6 +300,22 @@ def _render(summaries: Sequence[OptimizerSummary], style: str, *, terminal: bool
             console.print(item, soft_wrap=not hasattr(item, "columns"))
             console.print()
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _report(file: str, summaries: Sequence[object]) -> None:
+    """Write the answer of the first scenario that has one; nothing where nothing is feasible."""
+    from pathlib import Path
+
+    from serving_cast.service.optimizer_summary import OptimizerSummary
+    from serving_cast.service.report import write_layout_report
+
+    for summary in summaries:
+        if isinstance(summary, OptimizerSummary) and summary.feasible:
+            choice = summary.choice
+            best = [summary.best_of(phase) for phase in summary.phases]
+            rows = [choice.prefill, choice.decode] if choice else [row for row in best if row is not None]
+            write_layout_report(Path(file), summary.setting, rows)
+            return
 
 
 class _Progress:

@@ -1,0 +1,138 @@
+"""A layout as a picture: memory of each stage against the budget, and its batches on the stages over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from serving_cast.config import ParallelConfig
+from serving_cast.pipeline import CAUSES, Flow, Slot, StageTimes, play
+from serving_cast.service.layout_costs import Grid, LayoutCosts, Setting, TracedCostsFactory
+from serving_cast.service.rows import Row
+from serving_cast.service.staged_costs import StagedCosts
+from serving_cast.service.staged_state import solve_staged
+from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
+from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, timeline_svg, write_report
+from tensor_cast.ir.expr import Num
+from tensor_cast.ir.record import Phase
+from tensor_cast.pipeline_partition import stage_ranges
+from tensor_cast.units import GIB, MS
+
+__all__ = ["layout_sections", "write_layout_report"]
+
+_GRIDS: dict[str, Callable[..., Grid]] = {
+    "aggregated": AggregatedGrid.build,
+    "prefill": PrefillGrid.build,
+    "decode": DecodeGrid.build,
+}
+#: Steps of each batch that the timeline shows.
+_STEPS = 3
+
+
+def write_layout_report(path: Path, setting: Setting, rows: list[Row]) -> None:
+    """Write the report of ``rows``, the best of each phase, to ``path``. Raises :class:`ConfigError` if it cannot."""
+    title = f"{setting.model.model_id} on {setting.config.num_devices} x {setting.device.name}"
+    w = setting.workload
+    subtitle = f"{w.input_length} tokens in, {w.output_length} out; engine {setting.engine.name}"
+    write_report(path, title, subtitle, [section for row in rows for section in layout_sections(setting, row)])
+
+
+def layout_sections(setting: Setting, row: Row) -> list[Section]:
+    """Memory and timeline of one row; its layout is priced again at its batch size."""
+    partition = tuple(int(part) for part in (row.pp_layer_partition or "").split(",") if part)
+    parallel = ParallelConfig(
+        tp_size=row.tp,
+        pp_size=row.pp,
+        dp_size=row.dp,
+        ep_size=row.ep,
+        moe_dp_size=row.moe_dp,
+        dcp_size=row.dcp,
+        cp_kv_cache_interleave_size=setting.interleave,
+        pp_layer_partition=partition,
+    )
+    phases = (Phase.PREFILL,) if row.phase == "prefill" else (Phase.DECODE, Phase.PREFILL)
+    costs = TracedCostsFactory(setting).costs(parallel, phases)
+    grid = _GRIDS[row.phase](setting.workload, setting.budget, np.array([float(row.batch_size)]))
+    name = f"{row.parallel}, {row.phase}, batch {row.batch_size}"
+    stages: tuple[LayoutCosts, ...] = costs.stages if isinstance(costs, StagedCosts) else (costs,)
+    layers = stage_ranges(partition) if partition else (range(setting.model.num_hidden_layers),)
+    bars = [
+        _bar(setting, row, stage, f"stage {i}: layers {own.start}-{own.stop - 1}", grid)
+        for i, (stage, own) in enumerate(zip(stages, layers, strict=True))
+    ]
+    memory = Section(
+        f"Memory of a rank: {name}",
+        f"KV is that of {row.batches_in_flight * row.batch_size} requests at their longest; the dashed line is what "
+        "the engine may take.",
+        (memory_svg(bars),),
+    )
+    if not isinstance(costs, StagedCosts):
+        return [memory]
+    return [memory, _timeline(costs, grid, row, name)]
+
+
+def _bar(setting: Setting, row: Row, stage: LayoutCosts, label: str, grid: Grid) -> Bar:
+    w = setting.workload
+    tokens = w.input_length if row.phase == "prefill" else w.total_tokens
+    chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
+    resident = row.batch_size * max(1.0, row.batches_in_flight / chunks)
+    parts = {
+        "weights": float(stage.weight_bytes),
+        "KV cache": stage.kv_bytes(tokens) * resident,
+        "activations": float(stage.activation_bytes(grid)[0]),
+        "graphs and other": stage.overhead_bytes,
+    }
+    return Bar(label, tuple((name, size / GIB) for name, size in parts.items()), setting.available_bytes / GIB)
+
+
+def _timeline(costs: StagedCosts, grid: Grid, row: Row, name: str) -> Section:
+    pipe = costs.pipe
+    if isinstance(grid, AggregatedGrid):
+        calm, busy, share = pipe.calm_times(grid).at(0), pipe.busy_times(grid).at(0), float(grid.share[0])
+    else:
+        calm, share = pipe.times(grid).at(0), 0.0
+        busy = calm
+    _, flow = solve_staged(grid, pipe)
+    many = play(calm, busy, share, pipe.batches, _STEPS)
+    end = max(slot.end for slot in many)
+    rows = [f"stage {i}" for i in range(len(calm.work))]
+    alone = timeline_svg(rows, _blocks(play(calm, busy, 0.0, 1, _STEPS * pipe.batches)), end=end)
+    text = (
+        f"Above one batch alone (decodes only), below {pipe.batches} in flight, from the first step on; letters are "
+        "batches, numbers their steps, grey the transfer into a stage. Stage times are those of the priced trace."
+    )
+    if share:
+        text += f" Framed steps carry a chunk of a prompt, as {100 * share:.3g} % of all steps do."
+    return Section(
+        f"Batches over stages: {name}",
+        text,
+        (alone, timeline_svg(rows, _blocks(many), end=end)),
+        _table(calm, flow),
+        (f"A batch's step takes {float(np.ravel(flow.cycle)[0]) / MS:.2f} ms in the steady state.",),
+    )
+
+
+def _table(calm: StageTimes, flow: Flow) -> tuple[tuple[str, ...], ...]:
+    def percent(value: Num) -> str:
+        return f"{100 * float(np.ravel(value)[0]):.1f} %"
+
+    stages = [
+        (f"stage {i}", f"{float(np.ravel(work)[0]) / MS:.2f}", f"{float(np.ravel(hop)[0]) / MS:.3f}", percent(busy))
+        for i, (work, hop, busy) in enumerate(zip(calm.work, calm.hops, flow.utilisation, strict=True))
+    ]
+    causes = [(f"idle: {cause}", "", "", percent(flow.bubbles[cause])) for cause in CAUSES]
+    return (("", "work, ms", "transfer in, ms", "share of the time"), *stages, *causes)
+
+
+def _blocks(slots: list[Slot]) -> list[Block]:
+    out = []
+    for slot in slots:
+        label = f"{chr(ord('A') + slot.batch % 26)}{slot.step + 1}"
+        what = "with a chunk of a prompt" if slot.busy else "decode"
+        if slot.begin > slot.hop_begin:
+            out.append(Block(slot.stage, slot.hop_begin, slot.begin, -1, "", f"{label}: transfer"))
+        detail = f"{label} on stage {slot.stage}, {what}: {(slot.end - slot.begin) / MS:.3f} ms"
+        out.append(Block(slot.stage, slot.begin, slot.end, slot.batch, label, detail, slot.busy))
+    return out
