@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig
 from serving_cast.service.layout_costs import CostsFactory, Grid, LayoutCosts, Setting, TracedCostsFactory
-from serving_cast.service.optimizer_summary import OptimizerSummary
+from serving_cast.service.optimizer_summary import FailedSummary, OptimizerSummary, Summary
 from serving_cast.service.pareto import pareto_rows
 from serving_cast.service.pd_ratio import best_ratio, transfer_seconds
 from serving_cast.service.points import LayoutMemory, LayoutPoints, PipelineView, StagedMemory
@@ -27,7 +28,8 @@ from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.engine.kv_cache import indexer_layers
-from tensor_cast.errors import ConfigError, LegalityError
+from tensor_cast.engine.limits import step_limits
+from tensor_cast.errors import ConfigError, LegalityError, MsModelingError
 from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.parallel import violations
@@ -86,8 +88,9 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
     if config.workload.num_mtp_tokens and not model.num_nextn_predict_layers:
         raise ConfigError(f"{model.model_id} has no MTP weights; leave out --num-mtp-tokens")
     low = config.space.batch_range[0] if config.space.batch_range else 1
-    if engine.max_num_seqs and low > engine.max_num_seqs:
-        raise ConfigError(f"--batch-range starts at {low}, {engine.name} runs at most {engine.max_num_seqs} requests")
+    limits = step_limits(engine, device)
+    if limits.max_num_seqs and low > limits.max_num_seqs:
+        raise ConfigError(f"--batch-range starts at {low}, {engine.name} runs at most {limits.max_num_seqs} requests")
     block = config.block_size or engine.block_size_for(model.attention)
     # Moving KV between instances needs whole blocks on one rank; alone, vLLM's default interleaves single tokens.
     interleave = config.cp_kv_cache_interleave_size or (1 if config.mode is Mode.AGGREGATED else block)
@@ -102,7 +105,8 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
         dcp_semantics=semantics,
         block_size=block,
         interleave=interleave,
-        budget=config.max_batched_tokens or engine.max_batched_tokens,
+        budget=config.max_batched_tokens or limits.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
     )
 
 
@@ -127,11 +131,10 @@ class ParallelRunner:
     def layouts(self) -> Iterator[dict[str, int]]:
         """Sizes of every layout to look at, legal or not. Only sizes that the user listed may need too many devices."""
         space, total = self.config.space, self.config.num_devices
-        parts = divisors(total)
         experts = self.setting.model.is_moe
         listed = space.tp is not None and space.dp is not None
-        for tp in resolve_search_sizes(space.tp, parts):
-            for dp in resolve_search_sizes(space.dp, parts):
+        for tp in resolve_search_sizes(space.tp, self._tp_sizes()):
+            for dp in resolve_search_sizes(space.dp, self._dp_sizes(tp)):
                 if tp * dp > total and not (listed or max(tp, dp) > total):
                     continue
                 for pp in resolve_search_sizes(space.pp, (1,)):
@@ -148,6 +151,16 @@ class ParallelRunner:
                                     "moe_dp_size": moe_dp,
                                     "dcp_size": dcp,
                                 }
+
+    def _tp_sizes(self) -> tuple[int, ...]:
+        """TP sizes to try unasked: what divides the heads and fits the devices. The rest could only be refused."""
+        return tuple(n for n in divisors(self.setting.model.num_attention_heads) if n <= self.config.num_devices)
+
+    def _dp_sizes(self, tp: int) -> tuple[int, ...]:
+        """DP sizes to try unasked beside ``tp``: those that divide the devices, or an instance's where it is given."""
+        asked = {self.config.prefill_devices_per_instance, self.config.decode_devices_per_instance} - {None}
+        instances = {size // tp for size in asked if size is not None and size % tp == 0}
+        return tuple(sorted({*divisors(self.config.num_devices), *(d for n in instances for d in divisors(n))}))
 
     def _sized(self, sizes: Mapping[str, Any]) -> ParallelConfig:
         return ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
@@ -255,7 +268,7 @@ class ParallelRunner:
         asked = None if phase == "prefill" else self.config.space.batch_range
         low, high = asked or (1, s.budget)
         per_request = workload.new_input_tokens if phase == "prefill" else workload.query_length
-        high = min(high, int(s.budget // per_request), s.engine.max_num_seqs or high)
+        high = min(high, int(s.budget // per_request), s.max_num_seqs or high)
         batches = np.arange(low, max(low, high) + 1, dtype=np.int64)
         build: Callable[..., Grid] = _GRIDS[phase]
         return batches, build(workload, s.budget, batches.astype(np.float64))
@@ -380,25 +393,41 @@ def _solve(grid: Grid, costs: LayoutCosts) -> SteadyState:
     return grid.solve(pricer, costs.host_s)
 
 
-def run_devices(config: OptimizerConfig, progress: Progress | None = None) -> list[OptimizerSummary]:
+def run_devices(config: OptimizerConfig, progress: Progress | None = None) -> list[Summary]:
     """Every device of ``config`` in turn; with ``jobs`` > 1 those after the first in processes of their own.
 
     The first one fills the trace cache. Workers are forked, which is safe only while no tracing (torch and its threads)
     has run in this process: the result is the same either way.
     """
-    settings = [make_setting(config, device) for device in config.devices]
-    summaries = ParallelRunner(settings[0], progress=progress).run()
-    rest = settings[1:]
+    found = [_answer(config, config.devices[0], progress)]
+    rest = config.devices[1:]
     if config.jobs > 1 and len(rest) > 1 and "torch" not in sys.modules and hasattr(os, "fork"):
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
         with ProcessPoolExecutor(min(config.jobs, len(rest)), mp_context=get_context("fork")) as pool:
-            return summaries + [summary for found in pool.map(_search, rest) for summary in found]
-    for setting in rest:
-        summaries += ParallelRunner(setting, progress=progress).run()
-    return summaries
+            found += pool.map(_answer, repeat(config), rest)
+    else:
+        found += [_answer(config, device, progress) for device in rest]
+    errors = [answer for answer in found if isinstance(answer, MsModelingError)]
+    if len(errors) == len(found):
+        raise errors[0]
+    return [
+        summary
+        for device, answer in zip(config.devices, found, strict=True)
+        for summary in (
+            [FailedSummary(config, device, limits, str(answer)) for limits in config.limits]
+            if isinstance(answer, MsModelingError)
+            else answer
+        )
+    ]
 
 
-def _search(setting: Setting) -> list[OptimizerSummary]:
-    return ParallelRunner(setting).run()
+def _answer(
+    config: OptimizerConfig, device: str, progress: Progress | None = None
+) -> list[OptimizerSummary] | MsModelingError:
+    """The summaries of one device, or what keeps it from running the model at all."""
+    try:
+        return ParallelRunner(make_setting(config, device), progress=progress).run()
+    except MsModelingError as error:
+        return error

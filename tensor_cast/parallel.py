@@ -333,5 +333,8 @@ def _context(
             "dcp.interleave_mtp",
             "cp_kv_cache_interleave_size of 1 with speculative decoding (no dense kernel of vLLM masks other orders)",
             f"cp_kv_cache_interleave_size {interleave}, num_mtp_tokens {num_mtp_tokens}",
-            "set cp_kv_cache_interleave_size to 1 or num_mtp_tokens to 0",
+            # Where the cache moves between instances, an interleave of 1 would break the rule above.
+            "set dcp_size to 1 or num_mtp_tokens to 0"
+            if transfer
+            else "set cp_kv_cache_interleave_size to 1 or num_mtp_tokens to 0",
         )

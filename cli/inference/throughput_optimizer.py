@@ -17,7 +17,7 @@ from tensor_cast.errors import ConfigError
 
 if TYPE_CHECKING:
     from serving_cast.config import OptimizerConfig
-    from serving_cast.service.optimizer_summary import OptimizerSummary
+    from serving_cast.service.optimizer_summary import Summary
 
 __all__ = ["add_arguments", "config_of", "main", "run"]
 
@@ -265,7 +265,7 @@ def _many(args: argparse.Namespace, name: str, kind: Callable[[str], T], *, flag
 # -- output ---------------------------------------------------------------------------------------------------------
 
 
-def _render(summaries: Sequence[OptimizerSummary], style: str, *, terminal: bool = False) -> str:
+def _render(summaries: Sequence[Summary], style: str, *, terminal: bool = False) -> str:
     """The whole output as text; it is complete before any of it is written."""
     if style == "json":
         import json

@@ -57,6 +57,7 @@ class Setting:
     block_size: int
     interleave: int
     budget: int
+    max_num_seqs: int
 
     @property
     def workload(self) -> Workload:
@@ -185,9 +186,10 @@ class TracedCosts:
     def overhead_bytes(self) -> float:
         """Outside the allocator, captured graphs, reserved memory and the null block."""
         engine = self.setting.engine
-        gib = engine.non_torch_gib + engine.graph_gib + self.setting.config.reserved_memory_gb
-        if self.parallel.world_size > 1:
-            gib += engine.collective_gib
+        p = self.parallel
+        # Ranks of a DP group that share no experts never talk to each other.
+        talking = p.tp_size * p.pp_size * (p.dp_size if self.setting.model.is_moe else 1)
+        gib = engine.non_torch_gib_for(talking) + engine.graph_gib + self.setting.config.reserved_memory_gb
         return gib * GIB + self.kv.block_bytes
 
     @cached_property

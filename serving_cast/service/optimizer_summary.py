@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from serving_cast.config import Limits, Mode
+from serving_cast.config import Limits, Mode, OptimizerConfig
 from serving_cast.service.layout_costs import Setting
 from serving_cast.service.pd_ratio import PdChoice
 from serving_cast.service.rows import Rejection, Row
 from serving_cast.service.search import nearest
 from serving_cast.service.utils import DISAGG_COLUMNS, format_parallel_label
 
-__all__ = ["SCHEMA_VERSION", "OptimizerSummary", "document", "table_rows"]
+__all__ = ["SCHEMA_VERSION", "FailedSummary", "OptimizerSummary", "Summary", "document", "table_rows"]
 
 #: Version of the JSON output; raised when a key changes its meaning or goes away.
 SCHEMA_VERSION = 1
 
-_CSV_COLUMNS = (*DISAGG_COLUMNS, "ttft_limit_ms", "tpot_limit_ms")
+#: Beside the row itself: its limits, whether it is the answer, and in PD-ratio mode how many instances of it.
+_CSV_COLUMNS = (*DISAGG_COLUMNS, "ttft_limit_ms", "tpot_limit_ms", "best", "instances", "kv_transfer_ms")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class OptimizerSummary:
             "block_size": s.block_size,
             "cp_kv_cache_interleave_size": s.interleave,
             "max_batched_tokens": s.budget,
+            "max_num_seqs": s.max_num_seqs,
+            "max_position_embeddings": s.model.max_position_embeddings,
             "kv_dtype": s.quant.kv_dtype,
             "quantization": s.quant.source,
             "ttft_limit": self.limits.ttft_ms,
@@ -94,10 +97,25 @@ class OptimizerSummary:
             "rejections": [rejection.to_json() for rejection in self.rejections],
         }
 
+    def csv_rows(self) -> Iterator[list[Any]]:
+        """The answer first: each phase's best row, or the two sides of the PD choice; then the other candidates."""
+        choice = self.choice
+        if choice is not None:
+            yield self._csv(choice.prefill, True, choice.x, choice.kv_transfer_ms)
+            yield self._csv(choice.decode, True, choice.y, choice.kv_transfer_ms)
+        ratio = self.setting.config.mode is Mode.PD_RATIO
+        for row in self.candidates:
+            yield self._csv(row, not ratio and row is self.best_of(row.phase))
+
+    def _csv(self, row: Row, best: bool, instances: int | None = None, transfer: float | None = None) -> list[Any]:
+        values = row.to_json()
+        limits = [self.limits.ttft_ms, self.limits.tpot_ms]
+        return [*(values[name] for name in DISAGG_COLUMNS), *limits, best, instances, transfer]
+
     def message(self) -> str:
         """One line: nothing while all is well, else what is nearest to feasible and by how much it misses."""
         if self.feasible:
-            return self._idle_note()
+            return "; ".join(note for note in (self._idle_note(), self._length_note()) if note)
         config = self.setting.config
         where = f"{config.num_devices} x {self.setting.device.name}"
         parts = [self._nearest_text(phase) for phase in self.phases if self.best_of(phase) is None]
@@ -115,6 +133,12 @@ class OptimizerSummary:
             f"{prefix}nearest is {label}, which needs {found.need} but has {found.have} [{found.rule}]; {found.remedy}"
         )
 
+    def _length_note(self) -> str:
+        total, longest = self.setting.workload.total_tokens, self.setting.model.max_position_embeddings
+        if total <= longest:
+            return ""
+        return f"a request of {total} tokens is longer than the model's max_position_embeddings {longest}"
+
     def _idle_note(self) -> str:
         total = self.setting.config.num_devices
         if self.choice is not None:
@@ -125,19 +149,50 @@ class OptimizerSummary:
         return f"{idle} of {total} devices stay idle with {what}" if idle else ""
 
 
-def document(summaries: Sequence[OptimizerSummary]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class FailedSummary:
+    """In place of a summary: one device of several that cannot run the model at all, and why."""
+
+    config: OptimizerConfig
+    device: str
+    limits: Limits
+    error: str
+
+    feasible = False
+    candidates: ClassVar[tuple[Row, ...]] = ()
+
+    def message(self) -> str:
+        """One line: what keeps the device from running the model."""
+        return f"{self.config.model} does not run on {self.device}: {self.error}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The public JSON form, with nothing found."""
+        inputs = {"device": self.device, "ttft_limit": self.limits.ttft_ms, "tpot_limit": self.limits.tpot_ms}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "inputs": self.config.echo() | inputs,
+            "best": None,
+            "message": self.message(),
+            "candidates": [],
+            "pareto": [],
+            "rejections": [],
+        }
+
+    def csv_rows(self) -> Iterator[list[Any]]:
+        """No rows."""
+        yield from ()
+
+
+Summary = OptimizerSummary | FailedSummary
+
+
+def document(summaries: Sequence[Summary]) -> dict[str, Any]:
     """One JSON document: the summary itself, or a list of ``results`` where there are several scenarios."""
     if len(summaries) == 1:
         return summaries[0].to_json()
     return {"schema_version": SCHEMA_VERSION, "results": [summary.to_json() for summary in summaries]}
 
 
-def table_rows(summaries: Iterable[OptimizerSummary]) -> tuple[tuple[str, ...], list[list[Any]]]:
-    """Header and rows of the CSV form: every candidate of every scenario, with its limits."""
-    rows: list[list[Any]] = []
-    for summary in summaries:
-        for row in summary.candidates:
-            values = row.to_json()
-            limits = [summary.limits.ttft_ms, summary.limits.tpot_ms]
-            rows.append([*(values[name] for name in DISAGG_COLUMNS), *limits])
-    return _CSV_COLUMNS, rows
+def table_rows(summaries: Iterable[Summary]) -> tuple[tuple[str, ...], list[list[Any]]]:
+    """Header and rows of the CSV form: the answer and every candidate of every scenario, with its limits."""
+    return _CSV_COLUMNS, [row for summary in summaries for row in summary.csv_rows()]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serving_cast.config import Mode
-from serving_cast.service.optimizer_summary import OptimizerSummary
+from serving_cast.service.optimizer_summary import FailedSummary, OptimizerSummary, Summary
 from serving_cast.service.rows import Rejection, Row
 from serving_cast.service.utils import format_parallel_label
 
@@ -20,8 +20,10 @@ _REJECTION_ROWS = 8
 _EXAMPLES = 3
 
 
-def renderables(summary: OptimizerSummary, width: int) -> list[Table | Text]:
+def renderables(summary: Summary, width: int) -> list[Table | Text]:
     """Header, best, candidates, Pareto front and rejections, in this order, for ``width`` characters."""
+    if isinstance(summary, FailedSummary):
+        return [Text(summary.message(), style="bold red")]
     config = summary.setting.config
     out: list[Table | Text] = [Text("\n").join(_header(summary)), Text("\n").join(_best(summary))]
     for phase in summary.phases:
@@ -60,8 +62,6 @@ def _header(summary: OptimizerSummary) -> list[Text]:
         f"engine {s.engine.name}, DCP semantics {s.dcp_semantics}, KV {s.quant.kv_dtype}, "
         f"block {s.block_size}, {s.budget} tokens a step; weights: {s.quant.source}"
     )
-    if w.total_tokens > s.model.max_position_embeddings:
-        work += f" (beyond the model's {s.model.max_position_embeddings} positions)"
     lines = (
         f"{s.model.model_id} on {c.num_devices} x {s.device.name}, {c.mode.value.replace('_', ' ')}",
         engine,
