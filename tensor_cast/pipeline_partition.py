@@ -247,7 +247,7 @@ def refuse_unsafe(partition: Sequence[int], indexer_full: Sequence[bool], split:
         "pp.dsa_indices",
         "stages that start with a layer that computes its own top-k indices: the engine passes hidden states between "
         "stages, not indices",
-        f"partition {_spell(partition)}, where layers {', '.join(map(str, unsafe))} would read indices never written "
+        f"partition {_spell(partition)}, where layer{'s' * (len(unsafe) > 1)} {', '.join(map(str, unsafe))} would read indices never written "
         "on their stage",
         f"{options} --dsa-split self-compute (those layers get an indexer), send-indices (the indices travel along) "
         "or unsafe (wrong outputs, priced as is)",

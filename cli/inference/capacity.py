@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 
+#: What is said of layers that start a stage without computing top-k indices, by ``--dsa-split``.
+_SPLITS = {
+    "self-compute": "Layers given an indexer of their own",
+    "send-indices": "Layers that get their top-k indices from the stage before",
+    "unsafe": "UNSAFE, outputs are wrong: layers that read top-k indices which nobody wrote",
+    None: "Refused without --dsa-split: layers that would read top-k indices never written on their stage",
+}
+
 
 def _gib_list(text: str) -> tuple[float, ...]:
     """Numbers separated by commas, for argparse."""
@@ -142,7 +150,7 @@ def _stage_table(planner: CapacityPlanner, plan: CapacityPlan) -> Table:
         "non-torch",
         "activation",
         "graphs",
-        "KV",
+        "KV" if config.kv_memory_gib is None else "KV (given)",
         "KV idle",
         "B/token",
         "B/block",
@@ -184,16 +192,7 @@ def _summary(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
         )
     if plan.unsafe_layers:
         layers = ", ".join(map(str, plan.unsafe_layers))
-        what = (
-            {
-                "self-compute": "compute their own top-k indices",
-                "send-indices": "get their top-k indices from the stage before",
-                "unsafe": "UNSAFE: read top-k indices that nobody wrote; outputs are wrong",
-            }[str(plan.split)]
-            if plan.split
-            else "would read indices never written on their stage: refused without --dsa-split"
-        )
-        lines.append(f"Layers {layers}: {what}")
+        lines.append(f"{_SPLITS[None if plan.split is None else str(plan.split)]}: {layers}")
     return lines
 
 

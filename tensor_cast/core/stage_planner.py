@@ -70,7 +70,7 @@ class StagePlanner:
         self.device = load_device(config.device)
         self.engine = load_engine(config.engine or default_engine(self.device))
         self.semantics = config.dcp_semantics or self.engine.dcp_semantics
-        self.quant = QuantConfig.resolve(self.model, config.quantize_linear_action)
+        self.quant = QuantConfig.resolve(self.model, config.quantize_linear_action, dcp_semantics=self.semantics)
         self.parallel = ParallelConfig(
             tensor_parallel_size=config.tp_size,
             pipeline_parallel_size=config.pp_size,
