@@ -19,6 +19,7 @@ from serving_fakes import FakeFactory
 from cli.inference.throughput_optimizer import main
 from serving_cast import parallel_runner
 from serving_cast.service.utils import DISAGG_COLUMNS
+from tensor_cast.errors import ConfigError
 
 BASE = [
     "deepseek-ai/DeepSeek-V3",
@@ -207,6 +208,48 @@ def test_csv(run: Run) -> None:
     assert rows[0]["parallel"] == best["parallel"]
     assert float(rows[0]["throughput_tok_s"]) == best["throughput_tok_s"]
     assert rows[0]["tpot_limit_ms"] == "8.0"
+    assert [row["best"] for row in rows] == ["True"] + ["False"] * (len(rows) - 1)
+
+
+def test_csv_of_the_ratio_names_the_pair(run: Run) -> None:
+    options = ("--enable-optimize-prefill-decode-ratio", "--dcp-sizes", "1,2")
+    rows = list(csv.DictReader(io.StringIO(run(*options, "--format", "csv").out)))
+    best = found(run, *options)["best"]
+    answer = [row for row in rows if row["best"] == "True"]
+    assert [(row["phase"], row["instances"]) for row in answer] == [
+        ("prefill", str(best["x"])),
+        ("decode", str(best["y"])),
+    ]
+    assert {float(row["kv_transfer_ms"]) for row in answer} == {best["kv_transfer_ms"]}
+
+
+def test_a_device_that_cannot_run_the_model_leaves_the_others_standing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without fp8 units, the checkpoint's own fp8 weights are refused; here the fake prices stand for the rest.
+    class Refusing(FakeFactory):
+        def prepare(self, wanted: Any) -> None:
+            raise ConfigError("cannot compute in float8_e4m3fn")
+
+    factories = iter([FakeFactory(), Refusing()])
+    monkeypatch.setattr(parallel_runner, "TracedCostsFactory", lambda setting: next(factories))
+    result = run("--device", "H200_SXM", "A100_80G_SXM", "--format", "json")
+    assert result.code == 3
+    first, second = json.loads(result.out)["results"]
+    assert first["best"] is not None
+    assert second["best"] is None
+    assert second["message"] == result.err.strip()
+    assert "A100_80G_SXM: cannot compute in float8_e4m3fn" in result.err
+
+
+def test_one_device_that_cannot_run_the_model_is_bad_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: FakeFactory, wanted: Any) -> None:
+        raise ConfigError("cannot compute in float8_e4m3fn")
+
+    monkeypatch.setattr(FakeFactory, "prepare", refuse)
+    result = run("--format", "json")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "error: cannot compute in float8_e4m3fn\n"
 
 
 @pytest.mark.parametrize("mode", [[], ["--disagg"], ["--enable-optimize-prefill-decode-ratio"]])
