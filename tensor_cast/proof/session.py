@@ -73,20 +73,22 @@ def run_rank(job: Job, rank: int) -> RankRun:
     """Work of one rank of a pool."""
     ctx = job.cell.context.at(rank)
     use_axes(ctx)
+    # What a fault touches must neither come out of the store nor go into it.
+    anatomy_of = random_anatomy.__wrapped__ if job.inside else random_anatomy
     with torch.inference_mode(), job.inside() if job.inside else nullcontext():
         logits: list[np.ndarray] = []
         layers: list[np.ndarray] = []
         sampled: list[np.ndarray] = []
         if job.compare:
             with KeepDouble() if job.double else nullcontext():
-                anatomy = random_anatomy(job.config, job.seed, job.double)
+                anatomy = anatomy_of(job.config, job.seed, job.double)
                 dtype = torch.float64 if job.double else getattr(torch, job.config.dtype)
                 session = Session(anatomy, ctx, job.cell, dtype, job.seed)
                 session.run()
             logits, layers, sampled = session.logits, session.layers, session.sampled
         ops = {}
         if job.record:
-            ops = record_phases(random_anatomy(job.config, job.seed, False), ctx, job.cell, job.config)
+            ops = record_phases(anatomy_of(job.config, job.seed, False), ctx, job.cell, job.config)
         return RankRun(logits, layers, sampled, ops)
 
 

@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_answer() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 1 of 2 failed:\nno answer within 1 s"):
         pool.run(faults.sleep, [(0.0,), (60.0,)])
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 40
     assert _gone(children)
     assert not folder.exists()
 
