@@ -61,7 +61,7 @@ def test_ranks_compute_a_prompt(case: tuple[str, Layout], traces: Traces) -> Non
 @given(data=st.data(), case=cases(free=True, phase=Phase.DECODE))
 @examples(60)
 def test_ranks_compute_a_decode_step(data: st.DataObject, case: tuple[str, Layout], traces: Traces) -> None:
-    """As for a prompt. Linears cost by the token; attention by the visible pairs, split over heads and, under DCP, keys.
+    """As for a prompt. Linears cost by the token; attention by the visible pairs, split over heads and keys.
 
     The context is a multiple of what DCP deals out at a time, so that no rank holds padding.
     """
