@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tensor_cast.errors import UnsupportedModelError
@@ -155,21 +154,21 @@ class StageLink:
         for tensor in boundary:
             if tensor is not None:
                 piece = self._piece(tensor)
-                dist.send(piece.contiguous(), group=_group("pp"), group_dst=self.stage + 1)
+                _group("pp").send([piece.contiguous()], self.stage + 1, 0).wait()
 
     def receive(self, like: Sequence[torch.Tensor]) -> Boundary:
         """From the stage before; ``like`` gives shapes and dtypes of the whole tensors."""
         whole = []
         for example in like:
             piece = torch.empty_like(self._piece(example).contiguous())
-            dist.recv(piece, group=_group("pp"), group_src=self.stage - 1)
+            _group("pp").recv([piece], self.stage - 1, 0).wait()
             whole.append(all_gather(piece, "tp", self.ctx.tp, dim=-1) if piece.shape != example.shape else piece)
         return Boundary(*whole)
 
     def broadcast(self, tokens: torch.Tensor) -> torch.Tensor:
         """The last stage's sampled tokens, on every stage."""
         tokens = tokens.contiguous()
-        dist.broadcast(tokens, group=_group("pp"), group_src=self.stages - 1)
+        _group("pp").broadcast(tokens, self.stages - 1).wait()
         return tokens
 
     def _piece(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -232,8 +232,12 @@ def use_axes(ctx: ParallelContext) -> None:
 
     Groups are made once per set of ranks and kept. An axis of one rank has no group: nothing may ask for it.
     """
-    for axis in ("tp", "dcp", "dp", "ep"):
-        ranks = axis_group(ctx, axis)
+    use_groups({axis: axis_group(ctx, axis) for axis in ("tp", "dcp", "dp", "ep")}, ctx.rank)
+
+
+def use_groups(groups: Mapping[str, tuple[int, ...]], rank: int) -> None:
+    """As :func:`use_axes` for groups of any ranks of the pool; ``rank`` is this one."""
+    for axis, ranks in groups.items():
         if _named.get(axis) == ranks:
             continue
         if _named.pop(axis, None):
@@ -241,7 +245,7 @@ def use_axes(ctx: ParallelContext) -> None:
         if len(ranks) == 1:
             continue
         if ranks not in _groups:
-            _groups[ranks] = _gloo(ranks, ctx.rank)
+            _groups[ranks] = _gloo(ranks, rank)
         _register_process_group(axis, _groups[ranks])
         _named[axis] = ranks
 

@@ -34,10 +34,11 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 def pipeline(
-    anatomy: Anatomy, ctx: ParallelContext, partition: tuple[int, ...], ids: torch.Tensor
+    anatomy: Anatomy, ctx: ParallelContext, partition: tuple[int, ...], ids: torch.Tensor, *, send_choice: bool = False
 ) -> list[torch.Tensor]:
     """Logits of a prompt and two decode steps; the stages run in turn on the same rank, each with its own caches."""
-    programs = [StageProgram(anatomy, ctx, partition, stage) for stage in range(len(partition))]
+    stages = range(len(partition))
+    programs = [StageProgram(anatomy, ctx, partition, stage, send_choice=send_choice) for stage in stages]
     blocks = blocks_per_request(sum(CHUNKS), BLOCK, ctx.dcp)
     table = torch.randperm(BATCH * blocks, generator=torch.Generator().manual_seed(1)).view(BATCH, blocks)
     caches = [program.caches(BATCH * blocks, BLOCK, torch.float32) for program in programs]
