@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tensor_cast.core.user_config import UserInputConfig
+from tensor_cast.errors import MsModelingError, UnsupportedModelError
 from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import describe, load_model_config
 from tensor_cast.model_config import ModelConfig, ParallelConfig
@@ -323,14 +324,22 @@ def _check_cuts(planned: tuple[PlannedLayout, ...]) -> None:
         UnsupportedModelError, LegalityError, ConfigError: see :mod:`tensor_cast.errors`.
     """
     from tensor_cast.layers.program import Anatomy
-    from tensor_cast.tracer.builder import build
+    from tensor_cast.tracer.builder import build, one_line
 
     built: dict[ModelConfig, Anatomy] = {}
     for layout in planned:
         model = layout.small.model
-        if model not in built:
-            built[model] = Anatomy(build(model))
-        built[model].cut(_cells(layout, 0)[0].context)
+        try:
+            if model not in built:
+                built[model] = Anatomy(build(model))
+            built[model].cut(_cells(layout, 0)[0].context)
+        except MsModelingError:
+            raise
+        except Exception as error:
+            # The same courtesy as tracing has: a class that we do not understand is not a fault of the user's.
+            raise UnsupportedModelError(
+                f"{model.model_id} ({model.model_type}) cannot be run: {one_line(error)}"
+            ) from error
 
 
 def _with_dtype(model: ModelConfig, dtype: str) -> ModelConfig:

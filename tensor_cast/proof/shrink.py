@@ -140,7 +140,7 @@ def _set_layers(model: ModelConfig, config: dict[str, Any], layers: list[int]) -
         return  # rules that count layers still hold for the first ones
     if "first_k_dense_replace" in config:
         config["first_k_dense_replace"] = sum(i < config["first_k_dense_replace"] for i in layers)
-    if "decoder_sparse_step" in config or "mlp_only_layers" in config:
+    if model.is_moe and ("decoder_sparse_step" in config or "mlp_only_layers" in config):
         config["decoder_sparse_step"] = 1
         config["mlp_only_layers"] = [new for new, old in enumerate(layers) if not model.moe_layers[old]]
 
