@@ -183,7 +183,7 @@ def _summary(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
     if not capacity.starts:
         lines.append(
             f"The engine refuses to start: {capacity.max_model_len:,} tokens take {capacity.blocks_per_request:,} "
-            "blocks beside the null block; lower --max-model-len"
+            f"blocks beside the null block; {planner.longest_request(plan):,} would fit (--max-model-len)"
         )
     if length := planner.config.request_length:
         lines.append(

@@ -133,13 +133,26 @@ class CapacityPlanner(StagePlanner):
 
     def resident(self, plan: CapacityPlan, length: int) -> int:
         """Requests of ``length`` tokens that stay resident at once, in whole blocks beside the null block."""
+        return plan.capacity.usable_blocks // self._request_blocks(plan, length)
+
+    def longest_request(self, plan: CapacityPlan) -> int:
+        """Tokens of the longest request that fits beside the null block; 0 if none does."""
+        fits, beyond = 0, max(2, plan.capacity.max_model_len) + 1
+        while beyond - fits > 1:
+            middle = (fits + beyond) // 2
+            if self._request_blocks(plan, middle) <= plan.capacity.usable_blocks:
+                fits = middle
+            else:
+                beyond = middle
+        return fits
+
+    def _request_blocks(self, plan: CapacityPlan, length: int) -> int:
         in_flight = max_concurrent_batches(self.config.pp_size) * self.max_batched_tokens
         flips = plan.unsafe_layers if self.config.dsa_split is DsaSplit.SELF_COMPUTE else ()
-        needed = sum(
+        return sum(
             group.spec.admission_blocks(length, dcp=self.config.dcp_size, in_flight=in_flight)
             for group in self._groups(flips)
         )
-        return plan.capacity.usable_blocks // needed
 
     # -- caches ----------------------------------------------------------------------------------------------------
 

@@ -117,6 +117,7 @@ def to_json(planner: CapacityPlanner, plan: CapacityPlan, rows: list[tuple[str, 
         **_plan_json(plan),
         "blocks_per_request": capacity.blocks_per_request,
         "starts": capacity.starts,
+        "longest_request": planner.longest_request(plan),
     }
     if config.request_length is not None:
         document["resident_requests"] = {

@@ -81,13 +81,15 @@ class StagePlanner:
         self.block_size = config.block_size or self.engine.block_size_for(self.model.attention)
         kv_dtype = self.quant.kv_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         self.form = resolve_kv_format(self.model, kv_dtype)
-        self.max_model_len = config.max_model_len or self.model.max_position_embeddings
+        measured_len = None if calibration is None else calibration.max_model_len
+        self.max_model_len = config.max_model_len or measured_len or self.model.max_position_embeddings
         if not self.max_model_len:
             raise ConfigError(f"{self.model.model_id} names no number of positions; give --max-model-len")
         limits = step_limits(self.engine, self.device)
         self.max_batched_tokens = config.max_num_batched_tokens or limits.max_batched_tokens
         self.max_num_seqs = config.max_num_seqs or limits.max_num_seqs
-        self.utilization = config.gpu_memory_utilization or self.engine.gpu_memory_utilization
+        measured_share = None if calibration is None else calibration.gpu_memory_utilization
+        self.utilization = config.gpu_memory_utilization or measured_share or self.engine.gpu_memory_utilization
         self.full = indexer_layers(self.model)
         check(
             self.model,

@@ -6,6 +6,7 @@ border compute their own.
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from pathlib import Path
 
@@ -117,6 +118,32 @@ def test_the_best_partition_is_the_best_of_all() -> None:
     assert planner.best() == best.partition == (41, 37)
     # The stage that runs the draft layer three times a step: 39 | 42 layers' worth before, 41 | 40 after.
     assert [planner.plan(p).equivalents for p in ((39, 39), (41, 37), (42, 36))] == [(39, 42), (41, 40), (42, 39)]
+
+
+def test_listing_every_partition_takes_no_time() -> None:
+    planner = CapacityPlanner(ask(), calibration=MEASURED)
+    planner.plan()  # the model is traced, or read from the cache
+    start = time.process_time()
+    assert len(list(planner.all())) == 77
+    assert time.process_time() - start < 2
+
+
+def test_the_measured_run_is_the_default() -> None:
+    planner = CapacityPlanner(ask(gpu_memory_utilization=None, max_model_len=None), calibration=MEASURED)
+    assert (planner.utilization, planner.max_model_len) == (0.95, 524_288)
+
+
+def test_the_longest_request() -> None:
+    # One block of 11,411 is the null block: 11,410 * 64 tokens, more than asked for.
+    planner = calibrated()
+    plan = planner.plan((41, 37))
+    assert planner.longest_request(plan) == 524_288
+    longer = CapacityPlanner(ask(max_model_len=1_048_576), calibration=MEASURED)
+    plan = longer.plan((41, 37))
+    assert not plan.capacity.starts
+    assert longer.longest_request(plan) == plan.capacity.usable_blocks * 64
+    # Its workspace is larger, so there are fewer blocks: 5,280 B * 524,288 / 1,822,720 B = 1,518.7.
+    assert 11_411 - plan.capacity.num_blocks in (1518, 1519)
 
 
 def test_without_a_way_out_only_safe_partitions_count() -> None:
