@@ -64,3 +64,25 @@ def test_prefill_then_decode(name: str, prompt_phase: Phase) -> None:
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
             assert torch.equal(sampled, expected.argmax(-1))
             start += length
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(TINY) if "index_topk" in TINY[name]])
+def test_the_choice_of_tokens_matters(name: str) -> None:
+    """The tiny models choose fewer tokens than they see, and that shows: else equality would prove little of it."""
+    few = randomised(build(tiny(name)))
+    all_of_them = build(tiny(name, index_topk=64))
+    all_of_them.load_state_dict(few.state_dict())
+    ids = torch.randint(3, 128, (BATCH, PROMPT), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(PROMPT).expand(BATCH, -1)
+    blocks = blocks_per_request(PROMPT, BLOCK, 1)
+    table = torch.arange(BATCH * blocks).view(BATCH, blocks)
+    slots = slot_mapping(positions, table, block_size=BLOCK, dcp=1, rank=0, interleave=1)
+    logits = []
+    with torch.inference_mode():
+        for model in (few, all_of_them):
+            program = RankProgram(Anatomy(model), ParallelContext())
+            caches = program.caches(BATCH * blocks, BLOCK, torch.float32)
+            logits.append(program(ids, Step(Phase.PREFILL, positions, PROMPT, table.to(torch.int32), slots, caches))[1])
+    few_tokens = tiny(name).index_topk
+    torch.testing.assert_close(logits[0][:, :few_tokens], logits[1][:, :few_tokens], rtol=1e-5, atol=1e-5)
+    assert (logits[0] - logits[1])[:, few_tokens:].abs().amax(-1).min() > 1e-3
