@@ -98,6 +98,7 @@ def _rows(samples: Sequence[Sample], device: DeviceProfile) -> Points:
             float(s.cost.flops if s.cost.padded_flops is None else s.cost.padded_flops),
             float(s.cost.nbytes),
             1.0 if s.cost.tiles is None else float(s.cost.tiles),
+            float(next(n for n in (s.cost.streams, s.cost.tiles, 1.0) if n is not None)),
             s.seconds,
         )
         for s in samples

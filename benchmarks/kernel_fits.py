@@ -47,7 +47,7 @@ RIDGE = 0.02
 
 @dataclass(frozen=True)
 class Points:
-    """Measured kernels of one class: roofline legs at full rate (s), tiles, measured seconds; one row each.
+    """Measured kernels of one class: roofline legs at full rate (s), tiles and streams, measured seconds; one row each.
 
     ``other`` holds the seconds of another kernel that was measured along with it (the quantisation of its input).
     """
@@ -55,6 +55,7 @@ class Points:
     compute: Array
     memory: Array
     tiles: Array
+    streams: Array
     seconds: Array
     other: Array
 
@@ -65,7 +66,7 @@ class Points:
 
     def take(self, rows: Mask) -> Points:
         """The rows where ``rows`` is true."""
-        return Points(self.compute[rows], self.memory[rows], self.tiles[rows], self.seconds[rows], self.other[rows])
+        return Points(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def tells(self, leg: str) -> bool:
         """Whether enough rows are bound by ``leg`` to fit its share."""
@@ -86,7 +87,7 @@ class Coefficients:
     def predict(self, p: Points) -> Array:
         """Seconds of each row."""
         compute = p.compute / self.compute * (1 + self.compute_tiles / p.tiles)
-        memory = p.memory / self.memory * (1 + self.memory_tiles / p.tiles)
+        memory = p.memory / self.memory * (1 + self.memory_tiles / p.streams)
         return np.asarray(p.other + self.floor_s + np.maximum(compute, memory))
 
     def rounded(self) -> Coefficients:
@@ -218,8 +219,8 @@ def kernel_fit(best: Coefficients, source: str, error: float | None) -> KernelFi
     )
 
 
-def points_of(costs: Sequence[tuple[float, float, float, float]], dtype: str, device: DeviceProfile) -> Points:
-    """Rows of (FLOPs, bytes, tiles, seconds) at the device's own rates."""
-    flops, nbytes, tiles, seconds = np.array(costs, dtype=float).reshape(-1, 4).T
+def points_of(costs: Sequence[tuple[float, float, float, float, float]], dtype: str, device: DeviceProfile) -> Points:
+    """Rows of (FLOPs, bytes, tiles, streams, seconds) at the device's own rates."""
+    flops, nbytes, tiles, streams, seconds = np.array(costs, dtype=float).reshape(-1, 5).T
     bandwidth = device.memory_bandwidth.value
-    return Points(flops / device.flops(dtype), nbytes / bandwidth, tiles, seconds, np.zeros_like(seconds))
+    return Points(flops / device.flops(dtype), nbytes / bandwidth, tiles, streams, seconds, np.zeros_like(seconds))

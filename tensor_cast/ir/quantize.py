@@ -4,6 +4,9 @@ Weights take the stored dtype and bring their scales as further inputs; where th
 ``tensor_cast.dynamic_quant`` op is put before the product, once for every value that several products share; tensors of
 the KV cache take the cache's dtype, those of an indexer's cache theirs. A product carries its dtype in the attribute
 ``compute_dtype``.
+
+Tokens that are gathered for experts are quantised before they are sent, and go with their scales, weights and expert
+ids in one collective, as engines do (vLLM groups the ``all_gatherv`` of a dispatch).
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from tensor_cast.dtypes import bits_of
 from tensor_cast.ir.expr import Dim, ceildiv, evaluate
 from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Role, Segment, TensorSpec, Trace
-from tensor_cast.quant import QuantConfig, QuantScheme
+from tensor_cast.quant import FP4, FP8, QuantConfig, QuantScheme
 
 #: Products by a stored weight. Batched products by a slice of a weight (absorbed MLA) run on a dense copy.
 _LINEARS = ("aten.linear", "aten.addmm", "aten.mm")
 _CAST = "aten._to_copy"
 _EXPERTS = "tensor_cast.grouped_experts"
 _SCORES = "tensor_cast.indexer_scores"
+_GATHER = "_c10d_functional.all_gather_into_tensor"
 DYNAMIC_QUANT = "tensor_cast.dynamic_quant"
 
 
@@ -54,6 +58,9 @@ class _Rewriter:
         # (value id, elements, width, dtype quantised to, group) -> (quantised id and spec, scale id and spec)
         self._quantised: dict[tuple[object, ...], tuple[tuple[int, TensorSpec], tuple[int, TensorSpec]]] = {}
 
+        # gathered tokens that were quantised before -> their gathered scales
+        self._received: dict[int, tuple[int, TensorSpec]] = {}
+
     def run(self) -> Part:
         for op in self.part.ops:
             # A value that is written again is another value; what was quantised of it is stale.
@@ -83,6 +90,8 @@ class _Rewriter:
             return self._indexer_scores(op)
         if op.name not in _LINEARS and op.name != _EXPERTS:
             return op
+        if op.name == _EXPERTS:
+            op = self._dispatched(op)
         weights = [i for i, spec in enumerate(op.inputs) if spec.kind is Kind.WEIGHT and spec.name in self._params]
         schemes = {i: self._scheme(op.inputs[i]) for i in weights}
         chosen = next((scheme for scheme in schemes.values() if scheme.quantises), None)
@@ -93,11 +102,14 @@ class _Rewriter:
             if scheme.weight_dtype is not None:
                 inputs[i] = replace(op.inputs[i], dtype=scheme.weight_dtype)
                 self._add_scales(op.inputs[i], scheme, inputs, ids)
-        model_dtype = op.inputs[0].dtype
+        model_dtype = self.quant.model_dtype if op.input_ids[0] in self._received else op.inputs[0].dtype
         # KV: the expanded prefill of MLA multiplies what it read from the cache.
         data = next(i for i, spec in enumerate(op.inputs) if spec.kind in (Kind.ACTIVATION, Kind.KV))
         if chosen.activation_dtype is not None:
-            (ids[data], inputs[data]), (scale_id, scale) = self._activation(op, data, chosen)
+            if ids[data] in self._received:
+                scale_id, scale = self._received[ids[data]]
+            else:
+                (ids[data], inputs[data]), (scale_id, scale) = self._activation(op, data, chosen)
             inputs.append(scale)
             ids.append(scale_id)
         attrs = dict(op.attrs)
@@ -107,6 +119,54 @@ class _Rewriter:
         return replace(
             op, inputs=tuple(inputs), input_ids=tuple(ids), attrs=tuple(sorted(attrs.items(), key=lambda kv: kv[0]))
         )
+
+    def _dispatched(self, op: OpRecord) -> OpRecord:
+        """Experts whose tokens come from other ranks: one collective, of quantised tokens and 32-bit ids.
+
+        The gathers of tokens, weights and ids have been copied already; they are taken back and sent as one.
+        """
+        made = {ident: at for at, earlier in enumerate(self.ops) for ident in earlier.output_ids}
+        sent = [i for i, ident in enumerate(op.input_ids) if self._is_dispatch(made.get(ident))]
+        readers = [ident for other in self.part.ops for ident in other.input_ids]
+        if not sent or any(readers.count(op.input_ids[i]) > 1 for i in sent):
+            return op
+        gathers = {i: self.ops[made[op.input_ids[i]]] for i in sent}
+        # Where the last of them was, everything that is sent is known.
+        last = max(made[op.input_ids[i]] for i in sent)
+        taken = {made[op.input_ids[i]] for i in sent}
+        tail = self.ops[last + 1 :]
+        self.ops[:] = [earlier for at, earlier in enumerate(self.ops[:last]) if at not in taken]
+        weights = [spec for spec in op.inputs if spec.kind is Kind.WEIGHT and spec.name in self._params]
+        scheme = next((s for s in map(self._scheme, weights) if s.quantises), None)
+        inputs, ids = list(op.inputs), list(op.input_ids)
+        wire: list[tuple[TensorSpec, int, TensorSpec, int]] = []
+        for i, gather in gathers.items():
+            spec, value = gather.inputs[0], gather.input_ids[0]
+            if i == 0 and scheme is not None and scheme.activation_dtype is not None:
+                (value, spec), (scale_id, scale) = self._activation(gather, 0, scheme)
+                gathered = replace(scale, shape=(*gather.outputs[0].shape[:-1], scale.shape[-1]))
+                arrived = self._fresh()
+                wire.append((scale, scale_id, gathered, arrived))
+                self._received[op.input_ids[i]] = (arrived, gathered)
+            elif spec.kind is Kind.INDEX:
+                spec = replace(spec, dtype="int32")
+            inputs[i] = replace(inputs[i], dtype=spec.dtype)
+            wire.append((spec, value, inputs[i], ids[i]))
+        first = gathers[sent[0]]
+        self.ops.append(
+            replace(
+                first,
+                inputs=tuple(w[0] for w in wire),
+                input_ids=tuple(w[1] for w in wire),
+                outputs=tuple(w[2] for w in wire),
+                output_ids=tuple(w[3] for w in wire),
+            )
+        )
+        self.ops.extend(tail)
+        return replace(op, inputs=tuple(inputs))
+
+    def _is_dispatch(self, at: int | None) -> bool:
+        return at is not None and self.ops[at].name == _GATHER and self.ops[at].axis == "dp"
 
     def _indexer_scores(self, op: OpRecord) -> OpRecord:
         """Queries of an indexer take the type of its 8-bit keys, with a scale for each query and head."""
@@ -172,7 +232,9 @@ class _Rewriter:
                 count = ceildiv(spec.shape[-1], scheme.group)
                 groups = count.simplified()
             quantised = (self._fresh(), replace(spec, dtype=scheme.activation_dtype))
-            scale = (self._fresh(), TensorSpec((*spec.shape[:-1], groups), "float32"))
+            # The blocks of 16 of NVFP4 have an fp8 scale each, everything else float32 ones.
+            scale_dtype = FP8 if scheme.activation_dtype == FP4 else "float32"
+            scale = (self._fresh(), TensorSpec((*spec.shape[:-1], groups), scale_dtype))
             self.ops.append(
                 OpRecord(
                     DYNAMIC_QUANT,
