@@ -263,12 +263,12 @@ def wrong_w_uv() -> Iterator[Any]:
     yield patch.object(mla, "_to_values", lambda out, w_uv: inner(out, w_uv.roll(1, 0)))
 
 
-@mutation("cached latents without their rotary part turned in place", "deepseek_v3", tp=2)
+@mutation("rotary part of the cached latents turned round", "deepseek_v3", tp=2)
 def stale_latent() -> Iterator[Any]:
     inner = ops.mla_cache_write
 
-    def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        inner(torch.cat([latent[..., :-4], latent[..., -4:].flip(-1)], -1), cache, slots)
+    def write(latent: torch.Tensor, *args: Any) -> None:
+        inner(torch.cat([latent[..., :-4], latent[..., -4:].flip(-1)], -1), *args)
 
     yield patch.object(ops, "mla_cache_write", write)
 

@@ -11,9 +11,9 @@ from fractions import Fraction
 from tensor_cast.ir.program import Layout
 from tensor_cast.model_config import AttentionKind, ModelConfig
 
-#: On every rank: norms, routers, MLA's down projections, the draft module's projection.
+#: On every rank: norms, routers, MLA's down projections, the indexer, the draft module's projection.
 _EVERYWHERE = re.compile(
-    r"norm\.weight$|norm\.bias$|mlp\.gate\.|mlp\.router\.|\.q_a_proj\.|\.kv_a_proj_with_mqa\.|\.(eh_proj|enorm|hnorm)\."
+    r"\.indexer\.|norm\.weight$|norm\.bias$|mlp\.gate\.|mlp\.router\.|\.q_a_proj\.|\.kv_a_proj_with_mqa\.|\.(eh_proj|enorm|hnorm)\."
 )
 _EXPERTS = re.compile(r"\.experts\.")
 _KV_HEADS = re.compile(r"\.[kv]_proj\.")

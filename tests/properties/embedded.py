@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.recurrent import recurrent_state
-from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.hf_config import read_facts
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import OpRecord, ParamSpec, Part, Phase, Segment, Trace
@@ -33,11 +32,12 @@ SEMANTICS = ("vllm-ascend", "vllm", "rfc")
 BLOCK = 128
 FACTOR = int(os.environ.get("PROPERTY_EXAMPLES_FACTOR", "1"))
 
-#: Models with sparse attention; they join when they trace (``test_models_that_do_not_trace`` then says so).
+#: Models with sparse attention: an indexer chooses the keys, so their products are not those of eager attention.
 SPARSE = tuple(n for n in model_names() if load_model_config(n).attention is AttentionKind.DSA)
 #: Models with recurrent layers: their caches are described, their layers are not traced.
 RECURRENT = tuple(n for n in model_names() if recurrent_state(load_model_config(n)) is not None)
 MODELS = tuple(n for n in model_names() if n not in SPARSE + RECURRENT)
+ALL = MODELS + SPARSE
 DENSE = tuple(n for n in MODELS if not load_model_config(n).is_moe)
 MOE = tuple(n for n in MODELS if load_model_config(n).is_moe)
 DRAFTING = tuple(n for n in MODELS if load_model_config(n).num_nextn_predict_layers)
@@ -168,15 +168,6 @@ def params_of(trace: Trace) -> dict[str, ParamSpec]:
 def parts_of(trace: Trace) -> dict[str, Part]:
     """The distinct parts."""
     return {segment.part.key: segment.part for segment in trace.segments}
-
-
-def not_traced(model: str) -> bool:
-    """Whether the model is refused in one sentence."""
-    try:
-        TraceLibrary(load_model_config(model), use_cache=False).skeleton  # noqa: B018
-    except UnsupportedModelError:
-        return True
-    return False
 
 
 def shallow(name: str, layers: int) -> ModelConfig:

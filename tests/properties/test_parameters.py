@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 from copies import parameter_copies
-from embedded import DRAFTING, MODELS, Traces, cases, examples, layouts, params_of
+from embedded import ALL, DRAFTING, MODELS, Traces, cases, examples, layouts, params_of
 from hf_reference import reference
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ def one(phase: str = "decode") -> Layout:
     return next(x for x in layouts(MODELS[0]) if x.parallel == ParallelConfig() and x.phase == phase)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_one_rank_holds_the_checkpoint(name: str, traces: Traces) -> None:
     """Names and shapes are Transformers'; a tied parameter is there under both names and counted once."""
     params, wanted = params_of(traces.of(name, one())), reference(name)
@@ -38,7 +38,7 @@ def test_one_rank_holds_the_checkpoint(name: str, traces: Traces) -> None:
     assert counted == sum(math.prod(s) for n, s in wanted.shapes.items() if n not in wanted.tied)
 
 
-@given(case=cases(free=True))
+@given(case=cases(ALL, free=True))
 @examples(120)
 def test_ranks_hold_the_checkpoint_and_the_listed_copies(case: tuple[str, Layout], traces: Traces) -> None:
     """Rank 0 holds the largest shard: its elements times the ranks, and for uneven experts its experts times those."""

@@ -146,7 +146,7 @@ def test_order_of_questions_does_not_matter(data: st.DataObject, traces: Traces)
         questions.append(
             Question(
                 name,
-                chosen.parallel,
+                replace(chosen.parallel, decode_context_parallel_size=chosen.dcp),
                 chosen.phase,
                 chosen.dcp_semantics,
                 device=data.draw(st.sampled_from(("H100_SXM", "ATLAS_800_A3_752T_128G_DIE"))),
