@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "go on with wrong outputs (default: refuse)",
     )
     engine = parser.add_argument_group("engine (default: the engine's own value)")
-    engine.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8, fp8_ds_mla, int8 ... (default auto)")
+    engine.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_ds_mla, int8 ... (default auto: the model's)")
     engine.add_argument("--gpu-memory-utilization", type=float, help="share of usable memory that the engine takes")
     engine.add_argument(
         "--max-model-len", type=positive_int, help="tokens of the longest request (default: the model's)"
