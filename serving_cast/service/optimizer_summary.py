@@ -115,7 +115,7 @@ class OptimizerSummary:
     def message(self) -> str:
         """One line: nothing while all is well, else what is nearest to feasible and by how much it misses."""
         if self.feasible:
-            return "; ".join(note for note in (self._idle_note(), self._length_note()) if note)
+            return "; ".join(note for note in (self._idle_note(), self._length_note(), self._unsafe_note()) if note)
         config = self.setting.config
         where = f"{config.num_devices} x {self.setting.device.name}"
         parts = [self._nearest_text(phase) for phase in self.phases if self.best_of(phase) is None]
@@ -131,6 +131,17 @@ class OptimizerSummary:
         label = format_parallel_label(found.parallel)
         return (
             f"{prefix}nearest is {label}, which needs {found.need} but has {found.have} [{found.rule}]; {found.remedy}"
+        )
+
+    def _unsafe_note(self) -> str:
+        """Layouts that compute something else than the model, and why they are listed all the same."""
+        marked = [row for row in self.candidates if row.unsafe_layers]
+        if not marked:
+            return ""
+        row = marked[0]
+        return (
+            f"UNSAFE: in {row.parallel} with partition {row.pp_layer_partition} the layers {row.unsafe_layers} read "
+            "top-k indices never written on their stage; its outputs are wrong, it is priced as --dsa-split unsafe asks"
         )
 
     def _length_note(self) -> str:

@@ -23,7 +23,7 @@ from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator
 from tensor_cast.pipeline_partition import DsaSplit, stage_ranges, unsafe_by_stage
 
-__all__ = ["StagedCosts", "build_staged"]
+__all__ = ["StagedCosts", "build_staged", "shared_indices"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def build_staged(
         layouts: what is traced for each phase.
     """
     partition = parallel.pp_layer_partition
-    unsafe, extra = _shared_indices(setting, partition)
+    unsafe, extra = shared_indices(setting, partition)
     work: dict[Phase, list[StepEstimator]] = {}
     wires: dict[Phase, list[StepEstimator]] = {}
     for phase, layout in layouts.items():
@@ -130,7 +130,7 @@ def build_staged(
     return StagedCosts(setting, parallel, tuple(stages), crossing_by_phase, unsafe)
 
 
-def _shared_indices(
+def shared_indices(
     setting: Setting, partition: Sequence[int]
 ) -> tuple[tuple[int, ...], dict[int, tuple[TensorSpec, ...]]]:
     """(layers left unsafe, tensors that stages receive so that their first layers can reuse top-k indices)."""

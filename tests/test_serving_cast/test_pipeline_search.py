@@ -15,10 +15,10 @@ from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig, S
 from serving_cast.parallel_runner import ParallelRunner, make_setting
 from serving_cast.pipeline import steady_flow
 from serving_cast.service.layout_costs import TracedCosts, TracedCostsFactory
-from serving_cast.service.staged_costs import StagedCosts
+from serving_cast.service.staged_costs import StagedCosts, shared_indices
 from serving_cast.service.staged_state import Pipe, StagedPricer, solve_staged
 from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
-from tensor_cast.errors import ConfigError
+from tensor_cast.errors import ConfigError, LegalityError
 from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.pipeline_partition import all_partitions
 
@@ -183,6 +183,31 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_that_make_no_sense(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         asked(**values)
+
+
+GLM = "zai-org/GLM-5.3"
+
+
+def test_stages_without_their_indices_are_refused() -> None:
+    """Source 000: with 39,39 the layers 39 to 41 would reuse indices of layer 38, which another stage computed."""
+    run = runner(model=GLM, pp_layer_partition="39,39")
+    with pytest.raises(LegalityError, match="39, 40, 41") as error:
+        run._get_user_config(Phase.DECODE, tp_size=4, pp_size=2)
+    assert error.value.rule == "pp.dsa_indices"
+    safe = runner(model=GLM, pp_layer_partition="42,36")._get_user_config(Phase.DECODE, tp_size=4, pp_size=2)
+    assert safe.pp_layer_partition == (42, 36)
+
+
+def test_ways_out_of_missing_indices() -> None:
+    unsafe = make_setting(asked(model=GLM, dsa_split="unsafe"), "H100_SXM")
+    assert shared_indices(unsafe, (39, 39)) == ((39, 40, 41), {})
+    sending = make_setting(asked(model=GLM, dsa_split="send-indices"), "H100_SXM")
+    layers, extra = shared_indices(sending, (39, 39))
+    assert layers == ()
+    ((indices,),) = extra.values()
+    assert list(extra) == [1]
+    assert indices.nbytes({"B": 3, "Q": 1}) == 3 * 2048 * 4  # golden P7: 8,192 B a token
+    assert shared_indices(sending, (42, 36)) == ((), {})
 
 
 def test_too_many_stages_are_a_rejection() -> None:
