@@ -90,7 +90,8 @@ V3 = "deepseek-ai/DeepSeek-V3"
 # What changes -> which numbers change with it; all others must stay to the last bit.
 # fmt: off
 RELEVANT: dict[str, tuple[Question, Callable[[Question], Question], set[str]]] = {
-    "tp": (Question(), layout(tensor_parallel_size=8, expert_parallel_size=16), {"seconds", "step", "weights", "activations", "kv"}),  # noqa: E501
+    "tp": (Question(), layout(tensor_parallel_size=8, expert_parallel_size=16), {"seconds", "step", "weights", "activations"}),  # noqa: E501
+    "tp within KV heads": (Question(model="Qwen/Qwen3-32B", parallel=ParallelConfig(8)), layout(tensor_parallel_size=4), {"seconds", "step", "weights", "activations", "kv"}),  # noqa: E501
     "dcp": (Question(), layout(decode_context_parallel_size=4), {"seconds", "step", "activations", "kv"}),
     "dp": (Question(), layout(data_parallel_size=1, expert_parallel_size=16), {"seconds", "step", "weights", "activations"}),  # noqa: E501
     "semantics": (Question(), asks(semantics="vllm"), {"seconds", "step", "activations"}),
