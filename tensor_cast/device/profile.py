@@ -89,7 +89,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"
 
 
 class KernelFit(_Frozen):
-    """Seconds of a kernel, n being the independent tiles that its work splits into.
+    """Seconds of a kernel, n being the independent tiles (of the memory leg: streams) that its work splits into.
 
     ``floor_s + max(flops / (peak * compute) * (1 + compute_tiles / n),
     bytes / (bandwidth * memory) * (1 + memory_tiles / n))``. ``compute_tiles`` and ``memory_tiles`` say how many tiles
