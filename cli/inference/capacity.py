@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.inference.common import non_negative_int, positive_int, print_json, print_tables
@@ -58,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "go on with wrong outputs (default: refuse)",
     )
     engine = parser.add_argument_group("engine (default: the engine's own value)")
-    engine.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_ds_mla, int8 ... (default auto: the model's)")
+    engine.add_argument(
+        "--kv-cache-dtype", default="auto", help="fp8, fp8_ds_mla, int8 ... (default auto: the model's)"
+    )
     engine.add_argument("--gpu-memory-utilization", type=float, help="share of usable memory that the engine takes")
     engine.add_argument(
         "--max-model-len", type=positive_int, help="tokens of the longest request (default: the model's)"
@@ -80,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start-up log of vLLM, vllm-ascend or SGLang, or numbers in YAML or JSON, to replace the estimates",
     )
     parser.add_argument("--request-length", type=positive_int, help="tokens of a request: how many stay resident")
+    parser.add_argument("--report", metavar="FILE", help="memory by stage against the budget, as one HTML file")
     parser.add_argument("--no-cache", action="store_true", help="trace anew instead of reading the trace cache")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default table)")
 
@@ -107,6 +111,10 @@ def run(args: argparse.Namespace) -> int:
     plan = planner.plan(mark_refused=listing)
     require_room(plan)
     rows = compare(planner, plan)
+    if args.report:
+        from tensor_cast.core.capacity_html import write_capacity_report
+
+        write_capacity_report(Path(args.report), planner, plan, rows)
     if args.format == "json":
         print_json(to_json(planner, plan, rows))
         return 0

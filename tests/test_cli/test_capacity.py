@@ -130,3 +130,15 @@ def test_calibration_is_shown(run: Run, tmp_path: Path) -> None:
     assert stage["residual_gib"] == pytest.approx(14.99 + 0.25 - 14.958, abs=0.001)
     # The same layout comes out as it was measured.
     assert document["stages"][0]["kv_gib"] == pytest.approx(54.83, abs=1e-6)
+
+
+def test_report(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "memory.html"
+    assert run(*LLAMA, "--pp-size", 2, "--report", file).code == 0
+    page = file.read_text()
+    for words in ("KV capacity of", "16,16: this one", "budget:", "KV idle", "Partitions", "<svg"):
+        assert words in page
+    assert "http" not in page.replace("http://www.w3.org", "")  # nothing is fetched
+    failed = run(*LLAMA, "--report", tmp_path / "absent" / "memory.html")
+    assert failed.code == 2
+    assert "cannot write" in failed.err
