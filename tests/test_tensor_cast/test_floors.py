@@ -12,6 +12,8 @@ MODULES = [
     "cli.inference.text_generate",
     "cli.inference.trace",
     "serving_cast.parallel_runner",
+    "serving_cast.service.report",
+    "serving_cast.workload",
     "serving_cast.service.search",
     "serving_cast.service.optimizer_summary",
     "tensor_cast",

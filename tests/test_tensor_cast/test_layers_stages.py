@@ -106,3 +106,15 @@ def test_partition_must_fit() -> None:
     anatomy = Anatomy(build(tiny("llama")))
     with pytest.raises(LegalityError):
         StageProgram(anatomy, ParallelContext(), (2, 2), 0)
+
+
+@pytest.mark.parametrize(("partition", "send"), [((1, 5), False), ((3, 3), True), ((1, 2, 3), True)])
+def test_sparse_attention_over_stages(partition: tuple[int, ...], send: bool) -> None:
+    """Layers 0, 1 and 4 choose tokens. A stage that starts with another layer needs the indices sent along."""
+    with torch.inference_mode():
+        model = randomised(build(tiny("glm_moe_dsa")))
+        ids = torch.randint(3, 128, (BATCH, sum(CHUNKS)), generator=torch.Generator().manual_seed(2))
+        wanted = reference(model, ids)
+        got = pipeline(Anatomy(model), ParallelContext(), partition, ids, send_choice=send)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
