@@ -27,9 +27,9 @@ from tensor_cast.performance_model import base
 from tensor_cast.performance_model.analytic import Bound, OpTime, kernel_seconds, kernel_time
 from tensor_cast.performance_model.comm_analytic import collective_seconds, collective_time
 from tensor_cast.performance_model.memo import Memo, env_key
-from tensor_cast.quant import QuantConfig
+from tensor_cast.quant import QuantConfig, QuantScheme
 
-__all__ = ["OpEstimate", "StepEstimate", "StepEstimator", "prepare"]
+__all__ = ["OpEstimate", "StepEstimate", "StepEstimator", "as_run", "prepare"]
 
 _PREPARED: Memo[Part] = Memo(4096)
 _PRICED: Memo[dict[Scope, Num]] = Memo(4096)
@@ -44,6 +44,19 @@ def prepare(part: Part, quant: QuantConfig, *, fusion: bool = True) -> Part:
         return fuse(pack(quantised)) if fusion else quantised
 
     return _PREPARED.get((id(part), quant, fusion), part, make)
+
+
+def as_run(quant: QuantConfig, device: DeviceProfile) -> QuantConfig:
+    """``quant`` as ``device`` runs it: products in a type that it only emulates are weight-only.
+
+    Such kernels (Marlin and its kin) widen the weights themselves, so nobody quantises activations for them.
+    """
+
+    def scheme(chosen: QuantScheme) -> QuantScheme:
+        emulated = chosen.activation_dtype in device.emulates
+        return replace(chosen, activation_dtype=None, kernel="") if emulated else chosen
+
+    return replace(quant, linear=scheme(quant.linear), experts=scheme(quant.experts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +181,9 @@ class StepEstimator:
         self.fusion = fusion
         self.moe_skew = moe_skew
         self.stage = stage
+        run = as_run(quant, device)
         self.segments: tuple[Segment, ...] = tuple(
-            replace(segment, part=prepare(segment.part, quant, fusion=fusion)) for segment in trace.segments
+            replace(segment, part=prepare(segment.part, run, fusion=fusion)) for segment in trace.segments
         )
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._reach: dict[str, Hashable] = {}

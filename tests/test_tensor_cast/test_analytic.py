@@ -120,3 +120,27 @@ def test_every_device_prices_every_matrix_class_in_bf16() -> None:
         for op_class in OpClass:
             cost = OpCost(op_class, flops=1e9, compute_dtype="bfloat16", bytes_read=1e6, tiles=4)
             assert kernel_seconds(cost, load_device(name)) > 0
+
+
+def attention(cache: str) -> OpCost:
+    return OpCost(OpClass.ATTENTION_DECODE, 1e9, "bfloat16", bytes_read=5e8, cache_dtype=cache)
+
+
+def test_cache_in_a_type_of_its_own() -> None:
+    """Native: nothing to say. With kernels that widen it: said. Without: refused, with what is allowed."""
+    native = kernel_time(attention("float8_e4m3fn"), load_device("H100_SXM"))
+    widened = kernel_time(attention("float8_e4m3fn"), load_device("A100_80G_SXM"))
+    assert "cache" not in native.source
+    assert widened.source.endswith("float8_e4m3fn cache widened to bfloat16 in the kernel")
+    ascend = load_device("ATLAS_800_A3_752T_128G_DIE")
+    with pytest.raises(ConfigError, match=r"cannot read a float8_e4m3fn KV cache.*\(DISABLED, INT8\)"):
+        kernel_seconds(attention("float8_e4m3fn"), ascend)
+    kernel_seconds(attention("int8"), ascend)
+
+
+def test_other_eight_bit_type_before_sixteen_bits() -> None:
+    fit = KernelFit(floor_s=2e-6, compute=1, memory=1, source="fp8")
+    chip = device(gemm__float8_e4m3fn=fit)
+    chip = chip.model_copy(update={"peak_flops": {**chip.peak_flops, "int8": chip.peak_flops["float8_e4m3fn"]}})
+    assert kernel_fit(gemm(dtype="int8"), chip)[0] == "gemm:float8_e4m3fn"
+    assert kernel_fit(gemm(dtype="int8"), device().model_copy(update={"peak_flops": chip.peak_flops}))[0] == "gemm"

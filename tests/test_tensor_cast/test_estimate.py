@@ -16,7 +16,7 @@ from tensor_cast.ir.expr import ceildiv, symbol
 from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Scope, Segment, TensorSpec, Trace
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.performance_model.analytic import Bound
-from tensor_cast.performance_model.estimate import StepEstimator, clear_memos, prepare
+from tensor_cast.performance_model.estimate import StepEstimator, as_run, clear_memos, prepare
 from tensor_cast.quant import FP8, SCHEMES, QuantConfig
 
 B, Q, S = symbol("B"), symbol("Q"), symbol("S")
@@ -265,3 +265,14 @@ def points_per_second(layouts: int = 20, batches: int = 2048) -> float:
 def test_points_are_vectorised() -> None:
     """One call prices a whole grid: a thousand times the points for far less than a thousand times the work."""
     assert points_per_second(layouts=2, batches=4096) > 10 * points_per_second(layouts=2, batches=4)
+
+
+def test_emulated_products_are_weight_only() -> None:
+    """A100 widens fp8 weights in the kernel: nothing quantises activations for that; H100 computes in fp8."""
+    fp8 = QuantConfig(SCHEMES.get("FP8"), SCHEMES.get("FP8"))
+    widened = as_run(fp8, load_device("A100_80G_SXM"))
+    assert widened.linear.activation_dtype is None
+    assert widened.linear.weight_bytes((256, 256), "bfloat16") == 256 * 256 + 4 * 4
+    assert as_run(fp8, load_device("H100_SXM")) == fp8
+    # A device that has no kernels for a type refuses it later, by name.
+    assert as_run(fp8, load_device("ATLAS_800_A3_752T_128G_DIE")) == fp8

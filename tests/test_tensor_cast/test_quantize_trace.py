@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tensor_cast.performance_model.costs  # noqa: F401
 from tensor_cast.ir.expr import symbol
 from tensor_cast.ir.quantize import DYNAMIC_QUANT, quantize, quantize_trace
 from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Segment, TensorSpec, Trace
+from tensor_cast.performance_model.base import COSTS
 from tensor_cast.quant import FP8, SCHEMES, QuantConfig
 
 B, Q = symbol("B"), symbol("Q")
@@ -122,3 +124,70 @@ def test_shared_parts_stay_shared() -> None:
     first, second = quantize_trace(trace, FP8_BLOCK).segments
     assert first.part is second.part
     assert first.part is not p
+
+
+def dispatched(tokens: int = 4, dp: int = 4) -> Part:
+    """Experts of 7168 x 2048 whose tokens, weights and ids come from ``dp`` ranks: DeepSeek-R1, tp 2, dp 4, ep 8."""
+
+    def gather(spec: TensorSpec, source: int, out: int) -> OpRecord:
+        wide = TensorSpec((dp * tokens, *spec.shape[1:]), spec.dtype, spec.kind)
+        name = "_c10d_functional.all_gather_into_tensor"
+        return OpRecord(name, "experts", (spec,), (wide,), (source,), (out,), axis="dp", group_size=dp)
+
+    hidden, chosen = act(tokens, 7168), act(tokens, 8, dtype="float32")
+    ids = TensorSpec((tokens, 8), "int64", Kind.INDEX)
+    up = TensorSpec((32, 4096, 7168), "bfloat16", Kind.WEIGHT, "experts.gate_up_proj")
+    down = TensorSpec((32, 7168, 2048), "bfloat16", Kind.WEIGHT, "experts.down_proj")
+    gathers = (gather(hidden, 0, 10), gather(chosen, 1, 11), gather(ids, 2, 12))
+    inputs = (*(op.outputs[0] for op in gathers), up, down)
+    experts = OpRecord(
+        "tensor_cast.grouped_experts",
+        "experts",
+        (inputs[0], inputs[2], inputs[1], up, down),
+        (inputs[0],),
+        (10, 12, 11, 20, 21),
+        (30,),
+        attrs=(("num_experts", 256), ("top_k", 8)),
+    )
+    params = tuple(param(w.name, tuple(map(int, w.shape)), Role.EXPERTS) for w in (up, down))  # type: ignore[arg-type]
+    return Part("p", (*gathers, experts), params, (0, 1, 2), (30,))
+
+
+def test_tokens_are_quantised_before_they_are_gathered_for_experts() -> None:
+    """4 tokens: 28,672 B in fp8 and 896 B of scales instead of 57,344 B; weights and 32-bit ids of 128 B each."""
+    quant, gather, experts = quantize(dispatched(), FP8_BLOCK).ops
+    assert [op.name for op in (quant, experts)] == [DYNAMIC_QUANT, "tensor_cast.grouped_experts"]
+    assert quant.input_ids == (0,)
+    cost = COSTS.get(gather.name)(gather)
+    assert cost.collective is not None
+    assert cost.collective.nbytes == 28_672 + 896 + 128 + 128
+    sent = dict(zip(gather.output_ids, gather.outputs, strict=True))
+    assert sent[10].dtype == FP8
+    assert sent[10].shape == (16, 7168)
+    assert experts.input_ids[0] == 10
+    assert experts.inputs[0].dtype == FP8
+    assert experts.input_ids[-1] in sent  # the scales arrive with the tokens
+    assert experts.attr("compute_dtype") == FP8
+
+
+def test_weight_only_schemes_gather_tokens_as_they_are() -> None:
+    gather, experts = quantize(dispatched(), QuantConfig(SCHEMES.get("W4A16"), SCHEMES.get("W4A16"))).ops
+    cost = COSTS.get(gather.name)(gather)
+    assert cost.collective is not None
+    assert cost.collective.nbytes == 57_344 + 128 + 128
+    assert experts.inputs[0].dtype == "bfloat16"
+
+
+def test_blocks_of_nvfp4_have_fp8_scales() -> None:
+    """16 elements of half a byte and a scale of one: 4 * 7168 * 9/16 B for 4 tokens."""
+    _, gather, _ = quantize(dispatched(), QuantConfig(SCHEMES.get("NVFP4"), SCHEMES.get("NVFP4"))).ops
+    cost = COSTS.get(gather.name)(gather)
+    assert cost.collective is not None
+    assert cost.collective.nbytes == 4 * 7168 * 9 / 16 + 128 + 128
+
+
+def test_tokens_that_others_read_too_are_gathered_as_they_are() -> None:
+    part = dispatched()
+    reader = OpRecord("aten.add", "x", (act(16, 7168),), (act(16, 7168),), (10,), (40,))
+    out = quantize(Part("p", (*part.ops, reader), part.params, (0, 1, 2), (30, 40)), FP8_BLOCK)
+    assert [op.name for op in out.ops].count("_c10d_functional.all_gather_into_tensor") == 3
