@@ -18,7 +18,7 @@ from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.core.capacity_report import compare, to_json
 from tensor_cast.errors import LegalityError
 from tensor_cast.ir.stages import boundary_specs
-from tensor_cast.pipeline_partition import DsaSplit
+from tensor_cast.pipeline_partition import DsaSplit, stage_ranges
 from tensor_cast.units import GIB, KIB, MIB
 
 #: What the 39,39 run printed, stage by stage.
@@ -93,6 +93,21 @@ def test_w5_weights_of_the_stages() -> None:
     assert round(weights.first / MIB, 2) == 453.75  # W6: 154,880 * 6,144 * 2 B / 4
     plan = calibrated().plan((39, 39))
     assert plan.stages[1].weights == sizes[39, 39][1] + 3 * weights.indexer
+
+
+@pytest.mark.parametrize(
+    ("tp", "drafts", "partition", "gib"),
+    [
+        (8, 0, (78,), [50.731]),  # source 000's 390.58 / 8 = 48.8 leaves out what every rank holds
+        (8, 3, (78,), [51.550]),
+        (4, 0, (39, 39), [47.666, 50.865]),
+        (4, 0, (41, 37), [50.243, 48.288]),
+        (2, 0, (20, 20, 20, 18), [45.407, 50.981, 50.981, 46.761]),
+    ],
+)
+def test_weights_of_other_layouts(tp: int, drafts: int, partition: tuple[int, ...], gib: list[float]) -> None:
+    weights = calibrated().weights_of(tp, drafts)
+    assert [round(weights.of(s.start, s.stop) / GIB, 3) for s in stage_ranges(partition)] == gib
 
 
 def test_the_other_split_predicted_from_one_run() -> None:
