@@ -100,9 +100,7 @@ def _find_lifetimes(part: Part) -> tuple[list[_Lifetime], list[TensorSpec]]:
             last[ident] = index
     end = len(part.ops) - 1
     limits = {at: _CHUNKED.get((part.ops[at].name, str(part.ops[at].attr("phase")))) for at in first.values()}
-    born = [
-        _Lifetime(views[i][0], at, end if i in part.output_ids else last[i], limits[at]) for i, at in first.items()
-    ]
+    born = [_Lifetime(views[i][0], at, end if i in part.output_ids else last[i], limits[at]) for i, at in first.items()]
     held = [_largest(views[i]) for i in outside if i in views]
     return [v for v in born if v.spec.kind in _TRANSIENT], [spec for spec in held if spec.kind in _TRANSIENT]
 
