@@ -164,7 +164,7 @@ def test_every_embedded_config_on_every_telling_layout(run, model):
     except UnsupportedModelError as error:
         pytest.skip(str(error))
     result = run("verify", model, "--format", "json")
-    if result.code == 2:
+    if result.code == 2 and "later version" in result.err:  # what cannot be traced yet either
         pytest.skip(result.err)
     document = result.json()
     assert document["first_mismatch"] is None
