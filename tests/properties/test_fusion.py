@@ -76,7 +76,7 @@ def border(part: Part, members: Sequence[int], env: Mapping[str, int]) -> float:
 
 
 @given(data=st.data(), case=cases(free=True), action=st.sampled_from(ACTIONS))
-@examples(40)
+@examples(25)
 def test_fused_bytes_lie_between_border_and_eager(
     data: st.DataObject, case: tuple[str, Layout], action: str, traces: Traces
 ) -> None:

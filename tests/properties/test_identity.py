@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import BLOCK, DRAFTING, KINDS, MODELS, SEMANTICS, Traces, cases, examples, layouts, shallow, sizes
+from embedded import ALL, BLOCK, DRAFTING, KINDS, SEMANTICS, Traces, cases, examples, layouts, shallow, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from products import exactly
@@ -37,7 +37,7 @@ def as_bytes(trace: Trace) -> bytes:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_degree_one_is_no_axis(name: str, phase: Phase, traces: Traces) -> None:
     """Whatever says how an axis works says nothing when there is one rank on it; nothing crosses ranks."""
     mtp = 2 if name in DRAFTING else 0
@@ -52,7 +52,7 @@ def test_degree_one_is_no_axis(name: str, phase: Phase, traces: Traces) -> None:
 
 
 @given(case=cases(free=True))
-@examples(60)
+@examples(30)
 def test_each_axis_alone_at_degree_one(case: tuple[str, Layout], traces: Traces) -> None:
     """Under any layout, setting one axis to 1 gives the trace of the layout that never had it."""
     name, layout = case

@@ -39,7 +39,7 @@ def test_one_rank_holds_the_checkpoint(name: str, traces: Traces) -> None:
 
 
 @given(case=cases(ALL, free=True))
-@examples(120)
+@examples(60)
 def test_ranks_hold_the_checkpoint_and_the_listed_copies(case: tuple[str, Layout], traces: Traces) -> None:
     """Rank 0 holds the largest shard: its elements times the ranks, and for uneven experts its experts times those."""
     name, layout = case

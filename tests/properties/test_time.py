@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from embedded import DENSE, MODELS, Traces, cases, examples, layouts, sizes
+from embedded import ALL, DENSE, Traces, cases, examples, layouts, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from products import product_flops
@@ -68,7 +68,7 @@ def fastest_link(device: DeviceProfile) -> float:
 
 
 @given(data=st.data(), case=cases(free=True), device=st.sampled_from(device_names()), action=st.sampled_from(ACTIONS))
-@examples(40)
+@examples(25)
 def test_no_op_beats_the_device(
     data: st.DataObject, case: tuple[str, Layout], device: str, action: str | None, traces: Traces
 ) -> None:
@@ -152,7 +152,7 @@ def grids(phase: Phase) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_more_work_takes_no_less_time(name: str, traces: Traces) -> None:
     """Steps over batch, context and query length: both phases, several devices, quantised or not, spread layouts."""
     every = layouts(name, max_tp=16)
