@@ -242,13 +242,13 @@ def refuse_unsafe(partition: Sequence[int], indexer_full: Sequence[bool], split:
     if not unsafe or split is not None:
         return
     safe = nearest_safe_partitions(partition, indexer_full)
+    layers = f"layer{'s' * (len(unsafe) > 1)} {', '.join(map(str, unsafe))}"
     options = "choose a safe partition (" + " or ".join(map(_spell, safe)) + "), or" if safe else "choose"
     raise LegalityError(
         "pp.dsa_indices",
         "stages that start with a layer that computes its own top-k indices: the engine passes hidden states between "
         "stages, not indices",
-        f"partition {_spell(partition)}, where layer{'s' * (len(unsafe) > 1)} {', '.join(map(str, unsafe))} would read indices never written "
-        "on their stage",
+        f"partition {_spell(partition)}, where {layers} would read indices never written on their stage",
         f"{options} --dsa-split self-compute (those layers get an indexer), send-indices (the indices travel along) "
         "or unsafe (wrong outputs, priced as is)",
     )

@@ -63,8 +63,9 @@ class RunResult:
         memory = self.memory
         if not memory.fits:
             found.append(
-                f"does not fit: one rank needs {memory.total_gib:.2f} GiB and the engine has {memory.available_gib:.2f} "
-                "GiB; use more tp or ep, fewer requests, a shorter context or a smaller weight format"
+                f"does not fit: one rank needs {memory.total_gib:.2f} GiB and the engine has "
+                f"{memory.available_gib:.2f} GiB; use more tp or ep, fewer requests, a shorter context or a smaller "
+                "weight format"
             )
         longest = self.model.max_position_embeddings
         if self.sizes["S"] > longest:

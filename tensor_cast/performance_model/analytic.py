@@ -86,7 +86,7 @@ def _compute_dtype(cost: OpCost, device: DeviceProfile) -> str:
 def kernel_fit(cost: OpCost, device: DeviceProfile) -> tuple[str, KernelFit]:
     """The most specific fit: of the kernel family, of the dtype the kernel computes in, of its width, of the op class.
 
-    Where int8 (or fp8) products have no fit of their own, those of the other 8-bit type tell more than those of 16 bits.
+    Where int8 (or fp8) products have no fit of their own, those of the other 8-bit type tell more than 16-bit ones.
 
     Raises:
         ConfigError: the device cannot compute in the op's dtype, not even in another one.
