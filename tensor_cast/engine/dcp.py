@@ -89,7 +89,7 @@ class DcpSemantics(ABC):
                     "dcp.divides_tp",
                     "dcp_size <= tp_size and tp_size % dcp_size = 0 (DCP groups are slices of the TP group)",
                     f"tp_size {tp}, dcp_size {dcp}",
-                    f"choose dcp_size from the divisors of {tp}",
+                    f"set tp_size to a multiple of {dcp}, or dcp_size to a divisor of {tp}",
                 )
             ]
         if model.attention is AttentionKind.GQA:
