@@ -264,7 +264,7 @@ def test_table(run: Run, mode: list[str]) -> None:
         assert column in result.out
     assert "Pareto front" in result.out
     assert "dcp.divides_tp" in result.out
-    assert "choose dcp_size from" in result.out
+    assert "set tp_size to a" in result.out
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
