@@ -62,18 +62,21 @@ class Anatomy:
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         return {id(tensor): name for name, tensor in reversed(named)}
 
+    @cached_property
+    def chooses(self) -> tuple[bool, ...]:
+        """For each layer of sparse attention, whether it chooses tokens itself; empty where no layer is sparse."""
+        attention = [layer.get_submodule(r.attention) for layer, r in zip(self.layers, self.regions, strict=True)]
+        sparse = any(is_sparse(module) for module in attention)
+        return tuple(getattr(module, "indexer", None) is not None for module in attention) if sparse else ()
+
     @property
     def draft_source(self) -> int:
         """The layer that a draft module's layer is built like: the last one, with an indexer where there are any.
 
         A draft module of sparse attention chooses its tokens itself, also where the last layer does not.
         """
-        last = len(self.layers) - 1
-        for index in range(last, -1, -1):
-            attention = self.layers[index].get_submodule(self.regions[index].attention)
-            if is_sparse(attention) and attention.indexer is not None:
-                return index
-        return last
+        choosing = [index for index, chooses in enumerate(self.chooses) if chooses]
+        return choosing[-1] if choosing else len(self.layers) - 1
 
     def _named(self, module: nn.Module | None) -> str:
         for path, candidate in self.model.named_modules():

@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 
 from tensor_cast.layers import attention, sharding
+from tensor_cast.layers.boundary import StageLink
+from tensor_cast.layers.choice_flow import ChoiceFlow
 
 
 def double(value: int) -> int:
@@ -76,4 +78,34 @@ def superfluous_op() -> Iterator[None]:
         return real(core, step, q + 0.0, *rest)
 
     with mock.patch.object(attention, "_attend", attend):
+        yield
+
+
+# -- between stages ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def indices_one_too_high() -> Iterator[None]:
+    """Top-k indices that arrive are counted from 1."""
+    real = ChoiceFlow.incoming
+    with mock.patch.object(ChoiceFlow, "incoming", lambda self, received, step: real(self, received + 1, step)):
+        yield
+
+
+@contextmanager
+def indices_of_other_request() -> Iterator[None]:
+    """Top-k indices that arrive are those of the next request."""
+    real = ChoiceFlow.incoming
+    with mock.patch.object(ChoiceFlow, "incoming", lambda self, received, step: real(self, received.roll(1, 0), step)):
+        yield
+
+
+@contextmanager
+def first_slice_sent_by_all() -> Iterator[None]:
+    """Every TP rank sends the first slice of what crosses, not its own."""
+
+    def piece(self: StageLink, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[..., : tensor.shape[-1] // self.ctx.tp]
+
+    with mock.patch.object(StageLink, "_piece", piece):
         yield

@@ -13,10 +13,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tensor_cast.errors import LegalityError
 from tensor_cast.ir.record import Phase
+from tensor_cast.layers.boundary import Boundary
+from tensor_cast.layers.choice_flow import ChoiceFlow, self_computing
 from tensor_cast.layers.context import ParallelContext, Step
 from tensor_cast.layers.program import Anatomy
-from tensor_cast.layers.stage import Boundary, StageProgram
+from tensor_cast.layers.stage import StageProgram
 from tensor_cast.ops.kv_layout import blocks_per_request, slot_mapping
+from tensor_cast.pipeline_partition import DsaSplit
 from tensor_cast.tracer.builder import build
 
 BATCH, BLOCK, CHUNKS = 2, 4, (11, 3, 1)
@@ -34,11 +37,16 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 def pipeline(
-    anatomy: Anatomy, ctx: ParallelContext, partition: tuple[int, ...], ids: torch.Tensor, *, send_choice: bool = False
+    anatomy: Anatomy,
+    ctx: ParallelContext,
+    partition: tuple[int, ...],
+    ids: torch.Tensor,
+    *,
+    dsa_split: DsaSplit | None = None,
 ) -> list[torch.Tensor]:
     """Logits of a prompt and two decode steps; the stages run in turn on the same rank, each with its own caches."""
     stages = range(len(partition))
-    programs = [StageProgram(anatomy, ctx, partition, stage, send_choice=send_choice) for stage in stages]
+    programs = [StageProgram(anatomy, ctx, partition, stage, dsa_split=dsa_split) for stage in stages]
     blocks = blocks_per_request(sum(CHUNKS), BLOCK, ctx.dcp)
     table = torch.randperm(BATCH * blocks, generator=torch.Generator().manual_seed(1)).view(BATCH, blocks)
     caches = [program.caches(BATCH * blocks, BLOCK, torch.float32) for program in programs]
@@ -108,13 +116,52 @@ def test_partition_must_fit() -> None:
         StageProgram(anatomy, ParallelContext(), (2, 2), 0)
 
 
-@pytest.mark.parametrize(("partition", "send"), [((1, 5), False), ((3, 3), True), ((1, 2, 3), True)])
-def test_sparse_attention_over_stages(partition: tuple[int, ...], send: bool) -> None:
+@pytest.mark.parametrize(
+    ("partition", "split"), [((1, 5), None), ((3, 3), DsaSplit.SEND_INDICES), ((1, 2, 3), DsaSplit.SEND_INDICES)]
+)
+def test_sparse_attention_over_stages(partition: tuple[int, ...], split: DsaSplit | None) -> None:
     """Layers 0, 1 and 4 choose tokens. A stage that starts with another layer needs the indices sent along."""
     with torch.inference_mode():
         model = randomised(build(tiny("glm_moe_dsa")))
         ids = torch.randint(3, 128, (BATCH, sum(CHUNKS)), generator=torch.Generator().manual_seed(2))
         wanted = reference(model, ids)
-        got = pipeline(Anatomy(model), ParallelContext(), partition, ids, send_choice=send)
+        got = pipeline(Anatomy(model), ParallelContext(), partition, ids, dsa_split=split)
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_lack_indices_get_indexers() -> None:
+    """Layers 2 and 3 of the second stage do; its own layer 5 shares what layer 4 chooses, as before."""
+    model = self_computing(tiny("glm_moe_dsa"), (2, 4))
+    assert model.indexer_layers == (True, True, True, True, True, False)
+    anatomy = Anatomy(build(model))
+    program = StageProgram(anatomy, ParallelContext(), (2, 4), 1)
+    assert [key for key in program.caches(1, BLOCK, torch.float32) if isinstance(key, str)] == [
+        "indexer.2",
+        "indexer.3",
+        "indexer.4",
+    ]
+
+
+def test_buffer_of_an_unsafe_stage() -> None:
+    """Zeros at first, then what the stage's last layer left there: the choice of the step before."""
+    flow = ChoiceFlow((1, 2), 1, (True, False, True), 3, DsaSplit.UNSAFE)
+
+    def step(queries: int, length: int) -> Step:
+        positions = torch.arange(length - queries, length).expand(2, -1)
+        return Step(Phase.DECODE, positions, length, torch.zeros(0), torch.zeros(0))
+
+    assert flow.incoming(None, step(2, 2)).tolist() == [[[0, 0]] * 2] * 2  # two tokens so far: rows of two
+    chosen = torch.tensor([[[0, 1], [1, 0]], [[1, 0], [0, 1]]])
+    assert flow.outgoing(chosen) is None
+    # One token each now: rows of the buffer are tokens of the step, the second request reads the first one's.
+    assert flow.incoming(None, step(1, 3)).tolist() == [[[0, 1, -1]], [[1, 0, -1]]]
+
+
+def test_indices_on_the_wire_are_int32_and_as_wide_as_the_choice() -> None:
+    flow = ChoiceFlow((1, 2), 0, (True, False, True), 3, DsaSplit.SEND_INDICES)
+    sent = flow.outgoing(torch.tensor([[[1, 0]]], dtype=torch.int64))
+    assert sent.dtype == torch.int32
+    assert sent.tolist() == [[[1, 0, -1]]]
+    safe = ChoiceFlow((2, 1), 0, (True, False, True), 3, DsaSplit.SEND_INDICES)
+    assert safe.outgoing(torch.tensor([[[1, 0]]])) is None
