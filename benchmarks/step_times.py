@@ -50,8 +50,8 @@ class Result:
     def request_error(self) -> float:
         """Relative error of a whole request at this concurrency, hence of the throughput.
 
-        A measured request takes TTFT + (OSL - 1) TPOT. All of a predicted one's steps carry other requests' prompts, its
-        own among them, so that it takes OSL * TPOT.
+        A measured request takes TTFT + (OSL - 1) TPOT. The mean step of a prediction carries everybody's prompts, so
+        that a request takes OSL * TPOT.
         """
         measured, length = self.row["measured"], self.row["output_len"]
         ttft = float(measured.get("ttft_ms") or np.nan)
@@ -149,7 +149,8 @@ def main() -> None:
             measured = r.row["measured"]
             print(
                 f"{what:<64}{shape:<18}TPOT {r.tpot_ms:8.2f} of {measured.get('tpot_ms') or 0:8.2f} "
-                f"{r.tpot_error:+7.1%}   TTFT {r.ttft_ms:8.0f} of {measured.get('ttft_ms') or 0:8.0f} {r.ttft_error:+7.1%}"
+                f"{r.tpot_error:+7.1%}   TTFT {r.ttft_ms:8.0f} of {measured.get('ttft_ms') or 0:8.0f} "
+                f"{r.ttft_error:+7.1%}"
             )
     print(f"{'':<44}{'rows':>5}  TPOT: median, of sizes, 90th   TTFT: the same           whole request: the same")
     groups: dict[str, list[Result]] = defaultdict(list)
