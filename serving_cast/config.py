@@ -13,7 +13,7 @@ from typing import Any
 
 from tensor_cast.errors import ConfigError
 from tensor_cast.model_config import ParallelConfig as TensorParallelConfig
-from tensor_cast.pipeline_partition import DsaSplit
+from tensor_cast.pipeline_partition import DsaSplit, parse_dsa_split
 
 __all__ = [
     "DEFAULT_MTP_ACCEPTANCE",
@@ -262,7 +262,7 @@ class OptimizerConfig:
     reserved_memory_gb: float = 0.0
     max_batched_tokens: int | None = None
     pp_layer_partition: str | None = None
-    dsa_split: str | None = None
+    dsa_split: DsaSplit | None = None
     fusion: bool = True
     strict: bool = False
     use_cache: bool = True
@@ -287,9 +287,8 @@ class OptimizerConfig:
             raise ConfigError(f"--reserved-memory-gb must be 0 or more, found {self.reserved_memory_gb:g}")
         if self.pp_layer_partition is not None and max(self.space.pp) == 1:
             raise ConfigError("--pp-layer-partition needs stages to divide the layers over; add --pp-sizes 2 or more")
-        if self.dsa_split not in (None, DsaSplit.SEND_INDICES, DsaSplit.UNSAFE):
-            allowed = f"{DsaSplit.SEND_INDICES} or {DsaSplit.UNSAFE}"
-            raise ConfigError(f"--dsa-split must be {allowed} in a search, found {self.dsa_split!r}")
+        if self.dsa_split is not None:
+            object.__setattr__(self, "dsa_split", parse_dsa_split(self.dsa_split))
         if not self.devices or not self.limits:
             raise ConfigError("a search needs at least one device and one set of limits")
         wanted = (self.prefill_devices_per_instance or 1) + (self.decode_devices_per_instance or 1)

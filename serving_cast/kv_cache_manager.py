@@ -70,6 +70,7 @@ class KVCacheManager:
         kv_dtype: element type of the cache.
         num_mtp_tokens: draft tokens that each request reserves slots for.
         layers: those of one pipeline stage, draft layers among them; None for all.
+        own_indexers: layers that get an indexer although they share top-k indices.
     """
 
     model: ModelConfig
@@ -79,6 +80,7 @@ class KVCacheManager:
     dcp_semantics: str
     num_mtp_tokens: int = 0
     layers: range | None = None
+    own_indexers: tuple[int, ...] = ()
 
     def request_bytes(self, tokens: int) -> int:
         """Bytes of one request that holds ``tokens`` tokens and the slots of its next draft tokens."""
@@ -95,6 +97,7 @@ class KVCacheManager:
                 dcp_semantics=self.dcp_semantics,
                 num_mtp_tokens=self.num_mtp_tokens,
                 layers=self.layers,
+                extra_indexers=self.own_indexers,
             )
         )
 

@@ -34,9 +34,9 @@ from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.parallel import violations
 from tensor_cast.pipeline_partition import (
-    DsaSplit,
     Partition,
     default_partition,
+    layer_equivalents,
     parse_partition,
     refuse_unsafe,
 )
@@ -157,10 +157,15 @@ class ParallelRunner:
         return tuple(n for n in divisors(self.setting.model.num_attention_heads) if n <= self.config.num_devices)
 
     def _dp_sizes(self, tp: int) -> tuple[int, ...]:
-        """DP sizes to try unasked beside ``tp``: those that divide the devices, or an instance's where it is given."""
+        """DP sizes to try unasked beside ``tp``: those that divide the devices, or an instance's where it is given.
+
+        Ranks that share no experts are replicas by another name, so a dense model gets more than one only to fill an
+        instance of a given size.
+        """
         asked = {self.config.prefill_devices_per_instance, self.config.decode_devices_per_instance} - {None}
         instances = {size // tp for size in asked if size is not None and size % tp == 0}
-        return tuple(sorted({*divisors(self.config.num_devices), *(d for n in instances for d in divisors(n))}))
+        alone = divisors(self.config.num_devices) if self.setting.model.is_moe else (1,)
+        return tuple(sorted({*alone, *(d for n in instances for d in divisors(n))}))
 
     def _sized(self, sizes: Mapping[str, Any]) -> ParallelConfig:
         return ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
@@ -206,8 +211,7 @@ class ParallelRunner:
             return ()
         layers = model.num_hidden_layers
         partition = default_partition(layers, stages) if asked is None else parse_partition(asked, layers, stages)
-        split = self.config.dsa_split
-        refuse_unsafe(partition, indexer_layers(model), None if split is None else DsaSplit(split))
+        refuse_unsafe(partition, indexer_layers(model), self.config.dsa_split)
         return partition
 
     def _legal(self, phase: str) -> tuple[list[ParallelConfig], list[Rejection]]:
@@ -286,7 +290,13 @@ class ParallelRunner:
         pipeline = None
         if isinstance(costs, StagedCosts):
             state, flow = solve_staged(grid, costs.pipe)
-            pipeline = PipelineView(costs.batches_in_flight, flow, costs.unsafe_layers)
+            pipeline = PipelineView(
+                costs.batches_in_flight,
+                flow,
+                parallel.pp_layer_partition,
+                layer_equivalents(parallel.pp_layer_partition, w.num_mtp_tokens),
+                costs.handover,
+            )
             # Chunks of one prompt may fill the pipeline; else as many prompts as batches are under way.
             chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
             resident = max(1.0, costs.batches_in_flight / chunks)

@@ -14,7 +14,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from serving_cast.pipeline import Flow, StageTimes, steady_flow
 from tensor_cast.config_files import explain, is_path, read_yaml, yaml_names
 from tensor_cast.device.profile import DeviceProfile
 from tensor_cast.engine.profile import EngineProfile
@@ -25,6 +24,7 @@ from tensor_cast.ir.stages import split_wire, stage_traces
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.performance_model.costs.assumed import READ
 from tensor_cast.performance_model.estimate import StepEstimator
+from tensor_cast.performance_model.pipeline import Flow, StageTimes, steady_flow
 from tensor_cast.pipeline_partition import default_partition
 from tensor_cast.quant import QuantConfig
 from tensor_cast.units import MS

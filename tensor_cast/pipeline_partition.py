@@ -22,8 +22,10 @@ __all__ = [
     "best_partition",
     "check_partition",
     "default_partition",
+    "layer_equivalents",
     "max_concurrent_batches",
     "nearest_safe_partitions",
+    "parse_dsa_split",
     "parse_partition",
     "refuse_unsafe",
     "stage_ranges",
@@ -47,6 +49,20 @@ class DsaSplit(StrEnum):
     SELF_COMPUTE = "self-compute"
     SEND_INDICES = "send-indices"
     UNSAFE = "unsafe"
+
+
+def parse_dsa_split(text: str) -> DsaSplit:
+    """The way that ``text`` names. Raises :class:`ConfigError` for any other."""
+    try:
+        return DsaSplit(text)
+    except ValueError:
+        raise ConfigError(f"--dsa-split must be {', '.join(DsaSplit)}; found {text!r}") from None
+
+
+def layer_equivalents(partition: Sequence[int], num_mtp_tokens: int) -> tuple[int, ...]:
+    """Layers that each stage runs in a step: its own, and the last one the draft layer once for each draft token."""
+    *others, last = partition
+    return (*others, last + num_mtp_tokens)
 
 
 def default_partition(layers: int, stages: int) -> Partition:

@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     space.add_argument(
         "--dsa-split",
         metavar="HOW",
-        help="where a stage lacks the top-k indices that its first layers reuse: send-indices or unsafe "
-        "(default: refused)",
+        help="where a stage lacks the top-k indices that its first layers reuse: self-compute (those layers get an "
+        "indexer), send-indices or unsafe (default: refused)",
     )
     space.add_argument("--dp-sizes", nargs="+", metavar="SIZE", help="data parallel attention")
     space.add_argument("--ep-sizes", nargs="+", metavar="SIZE", help="expert parallel: 1 or tp*dp")

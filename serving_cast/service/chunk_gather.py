@@ -40,21 +40,27 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class ChunkGather:
-    """Seconds of the extra collectives of a step's prefill chunks, over all layers."""
+    """Seconds of the extra collectives of a step's prefill chunks, over all layers.
+
+    Args:
+        stage: layers of one pipeline stage, draft layers among them; None for all.
+        own_indexers: layers that choose tokens though in the model they share a choice.
+    """
 
     model: ModelConfig
     device: DeviceProfile
     parallel: ParallelConfig
     dcp_semantics: str
     num_mtp_tokens: int = 0
-    stage_layers: int | None = None
+    stage: range | None = None
+    own_indexers: tuple[int, ...] = ()
 
     @property
-    def layers(self) -> int:
+    def layers(self) -> range:
         """Layers that attend, of all or of one stage: the model's own and the draft layers, which see prompts too."""
-        if self.stage_layers is not None:
-            return self.stage_layers
-        return self.model.num_hidden_layers + min(self.model.num_nextn_predict_layers, self.num_mtp_tokens)
+        if self.stage is not None:
+            return self.stage
+        return range(self.model.num_hidden_layers + min(self.model.num_nextn_predict_layers, self.num_mtp_tokens))
 
     def buffers(self, tokens: Num, context_tokens: Num) -> list[tuple[str, Num]]:
         """(kind, bytes of the local input buffer) of each collective of one layer.
@@ -78,11 +84,10 @@ class ChunkGather:
         return [(_KINDS[c.op], tokens * c.nbytes) for c in found]
 
     @property
-    def choosing_layers(self) -> float:
-        """Layers that choose tokens; of a stage the share that the whole model has. Draft layers all do."""
-        own, count = self.model.indexer_layers, self.model.num_hidden_layers
-        drafts = min(self.model.num_nextn_predict_layers, self.num_mtp_tokens)
-        return self.layers * (sum(own) + drafts) / (count + drafts)
+    def choosing_layers(self) -> int:
+        """Layers that choose tokens; draft layers all do."""
+        own = self.model.indexer_layers
+        return sum(layer >= len(own) or own[layer] or layer in self.own_indexers for layer in self.layers)
 
     def __call__(self, prompts: Array, chunk: Array, context: Array, share: Array) -> Num:
         """Seconds for ``prompts`` chunks of ``chunk`` tokens; a ``share`` of them has ``context`` tokens before it."""
@@ -91,7 +96,7 @@ class ChunkGather:
         # Mean context over all chunks = share * context of those that have any.
         with_context = np.where(share > 0, context / np.maximum(share, 1e-12), 0.0)
         for kind, nbytes in self.buffers(prompts * chunk, prompts * with_context):
-            total = total + self.layers * collective_seconds(self.device, kind, nbytes, ranks)
+            total = total + len(self.layers) * collective_seconds(self.device, kind, nbytes, ranks)
         for kind, nbytes in self.candidates(prompts * chunk):
             total = total + self.choosing_layers * collective_seconds(self.device, kind, nbytes, ranks)
         return total * share

@@ -34,7 +34,16 @@ if TYPE_CHECKING:
     from serving_cast.service.staged_costs import StagedCosts
     from tensor_cast.core.trace_library import TraceLibrary
 
-__all__ = ["CostsFactory", "Grid", "LayoutCosts", "Setting", "TracedCosts", "TracedCostsFactory", "step_parts"]
+__all__ = [
+    "CostsFactory",
+    "Grid",
+    "LayoutCosts",
+    "Setting",
+    "TracedCosts",
+    "TracedCostsFactory",
+    "bound_seconds",
+    "step_parts",
+]
 
 Array = NDArray[np.float64]
 Grid = AggregatedGrid | DecodeGrid | PrefillGrid
@@ -144,13 +153,17 @@ class CostsFactory(Protocol):
 
 @dataclass(frozen=True)
 class TracedCosts:
-    """Costs from traces of the model, or of one of its pipeline stages, whose ``layers`` are given."""
+    """Costs from traces of the model, or of one of its pipeline stages, whose ``layers`` are given.
+
+    ``own_indexers`` are layers that the traces give an indexer though in the model they share top-k indices.
+    """
 
     setting: Setting
     parallel: ParallelConfig
     decode: StepEstimator | None = None
     prefill: StepEstimator | None = None
     layers: range | None = None
+    own_indexers: tuple[int, ...] = ()
     kv: KVCacheManager = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,6 +176,7 @@ class TracedCosts:
             s.dcp_semantics,
             s.workload.num_mtp_tokens,
             self.layers,
+            self.own_indexers,
         )
         object.__setattr__(self, "kv", manager)
 
@@ -209,7 +223,8 @@ class TracedCosts:
             self.parallel.to_tensor_cast(),
             s.dcp_semantics,
             s.workload.num_mtp_tokens,
-            None if self.layers is None else len(self.layers),
+            self.layers,
+            self.own_indexers,
         )
 
     def kv_bytes(self, tokens: int) -> int:
@@ -241,15 +256,27 @@ class TracedCosts:
 
     def bound(self, grid: Grid, index: int) -> str:
         """The resource that most of the mean step waits for, at one batch size. The host's share is latency."""
-        totals: dict[str, float] = {str(Bound.LATENCY): self.host_s}
-        for estimator, env, scopes, weight in step_parts(grid, self.decode, self.prefill):
-            for bound, seconds in estimator.bound_seconds(env, scopes).items():
-                share = np.broadcast_to(weight * seconds, grid.batches.shape)[index]
-                totals[bound] = totals.get(bound, 0.0) + float(share)
-        if isinstance(grid, AggregatedGrid) and self.gather is not None:
-            extra = grid.share * self.gather(grid.prompts, grid.chunk, *grid.context_before())
-            totals[Bound.NETWORK] = totals.get(Bound.NETWORK, 0.0) + float(extra[index])
+        totals = bound_seconds(grid, index, self.decode, self.prefill, self.gather)
+        totals[Bound.LATENCY] += self.host_s
         return str(max(totals, key=lambda bound: totals[bound]))
+
+
+def bound_seconds(
+    grid: Grid,
+    index: int,
+    decode: StepEstimator | None,
+    prefill: StepEstimator | None,
+    gather: ContextGather | None = None,
+) -> dict[Bound, float]:
+    """Device seconds of the grid's mean step at one batch size by what bounds them; ``gather`` adds network."""
+    totals = dict.fromkeys(Bound, 0.0)
+    for estimator, env, scopes, weight in step_parts(grid, decode, prefill):
+        for bound, seconds in estimator.bound_seconds(env, scopes).items():
+            totals[bound] += float(np.broadcast_to(weight * seconds, grid.batches.shape)[index])
+    if isinstance(grid, AggregatedGrid) and gather is not None:
+        extra = grid.share * gather(grid.prompts, grid.chunk, *grid.context_before())
+        totals[Bound.NETWORK] += float(extra[index])
+    return totals
 
 
 def step_parts(

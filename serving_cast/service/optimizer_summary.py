@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -110,12 +111,14 @@ class OptimizerSummary:
     def _csv(self, row: Row, best: bool, instances: int | None = None, transfer: float | None = None) -> list[Any]:
         values = row.to_json()
         limits = [self.limits.ttft_ms, self.limits.tpot_ms]
-        return [*(values[name] for name in DISAGG_COLUMNS), *limits, best, instances, transfer]
+        cells = (json.dumps(value) if isinstance(value, list) else value for value in map(values.get, DISAGG_COLUMNS))
+        return [*cells, *limits, best, instances, transfer]
 
     def message(self) -> str:
         """One line: nothing while all is well, else what is nearest to feasible and by how much it misses."""
         if self.feasible:
-            return "; ".join(note for note in (self._idle_note(), self._length_note(), self._unsafe_note()) if note)
+            notes = (self._idle_note(), self._length_note(), self._unsafe_note(), self._indexer_note())
+            return "; ".join(note for note in notes if note)
         config = self.setting.config
         where = f"{config.num_devices} x {self.setting.device.name}"
         parts = [self._nearest_text(phase) for phase in self.phases if self.best_of(phase) is None]
@@ -142,6 +145,17 @@ class OptimizerSummary:
         return (
             f"UNSAFE: in {row.parallel} with partition {row.pp_layer_partition} the layers {row.unsafe_layers} read "
             "top-k indices never written on their stage; its outputs are wrong, it is priced as --dsa-split unsafe asks"
+        )
+
+    def _indexer_note(self) -> str:
+        """Layers that were given an indexer that the model does not have there."""
+        marked = [row for row in self.candidates if row.own_indexer_layers]
+        if not marked:
+            return ""
+        row = marked[0]
+        return (
+            f"in {row.parallel} with partition {row.pp_layer_partition} an indexer of their own is given to layers "
+            f"{row.own_indexer_layers}, as --dsa-split self-compute asks"
         )
 
     def _length_note(self) -> str:

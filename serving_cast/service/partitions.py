@@ -3,11 +3,17 @@
 A batch size has one partition whose slowest stage is fastest, and the memory of the device one that leaves most room
 for KV; both are found exactly by the minimax search of :mod:`tensor_cast.pipeline_partition`. The first changes little
 with the batch size, so it is asked at a few sizes of the grid, and every answer competes in the search.
+
+Where sparse attention shares top-k indices, a stage whose first layers lack them costs more: those layers run an
+indexer, or the indices come in over the wire. What each layer and stage then costs is read off a layout in which all
+are helped, what it costs otherwise off one in which none is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
 
@@ -15,18 +21,23 @@ import numpy as np
 
 from serving_cast.config import ParallelConfig
 from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, step_parts
-from serving_cast.service.staged_costs import build_staged
+from serving_cast.service.staged_costs import StagedCosts, build_staged
+from serving_cast.service.steady_state import AggregatedGrid
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.kv_cache import cache_layers, indexer_layers
+from tensor_cast.ir.index_sharing import Handover, hand_over_all
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import Phase
 from tensor_cast.performance_model.memory import resident_bytes
 from tensor_cast.pipeline_partition import Partition, best_partition, default_partition, stage_ranges
 
-__all__ = ["candidates", "layer_costs"]
+__all__ = ["candidates"]
 
 #: Batch sizes of the grid that are asked for their best partition: the ends and some between.
 _SAMPLES = 5
+
+#: Some amount of a stage that runs layers ``start <= i < end``, from (stage, start, end).
+_Amount = Callable[[int, int, int], float]
 
 
 def candidates(
@@ -36,43 +47,93 @@ def candidates(
     layouts: Mapping[Phase, Layout],
     grid: Grid,
 ) -> list[Partition]:
-    """Partitions that may be the best one of ``parallel``; the engine's own is among them if it is safe."""
+    """Partitions that may be the best one of ``parallel``; the engine's own is among them if it is safe.
+
+    Raises:
+        UnsupportedModelError: a layer is to get an indexer that cannot be known.
+    """
     count, stages = setting.model.num_hidden_layers, parallel.pp_size
     default = default_partition(count, stages)
-    costs = build_staged(setting, library, _with(parallel, default), layouts)
-    full = indexer_layers(setting.model)
-    allowed = [not full or setting.config.dsa_split is not None or full[layer] for layer in range(count)]
+    writers = _writers(setting)
+    allowed = [setting.config.dsa_split is not None or writers[layer] == layer for layer in range(count)]
     found: dict[Partition, None] = {}
     if all(allowed[r.start] for r in stage_ranges(default)):
         found[default] = None
+
+    def build(handover: Handover) -> StagedCosts:
+        return build_staged(setting, library, replace(parallel, pp_layer_partition=default), layouts, handover)
+
+    def add(amount: _Amount) -> None:
+        best, _ = best_partition(
+            count, stages, lambda stage, start, end: amount(stage, start, end) if allowed[start] else inf
+        )
+        if best is not None:
+            found[best] = None
+
+    helping = hand_over_all(setting.model, default, setting.config.dsa_split)
+    plain = build(Handover())
+    helped = build(helping) if helping != Handover() else plain
+
+    def amount(pieces: Callable[[StagedCosts], _Pieces]) -> _Amount:
+        return _either(pieces(plain), pieces(helped), writers)
+
     last = len(grid.batches) - 1
     for index in sorted({int(i) for i in np.geomspace(1, last + 1, _SAMPLES) - 1}):
-        pieces = [_seconds(stage, grid, index) for stage in costs.stages]
-        hops = _hops(costs.pipe.times, costs.pipe.calm_times, grid, index)
-        ends = [rest + hop for (_, rest), hop in zip(pieces, hops, strict=True)]
-        _add(found, best_partition(count, stages, _stage_cost(layer_costs([by for by, _ in pieces]), ends, allowed)))
-    _add(found, best_partition(count, stages, _memory_cost(setting, parallel, costs.stages, default, allowed)))
+        add(amount(partial(_seconds, grid=grid, index=index)))
+    memory, pages = amount(_memory), amount(_pages)
+    # Negated number of KV blocks that a stage has room for.
+    add(lambda *stage: (memory(*stage) - setting.available_bytes) / pages(*stage))
     return list(found) or [default]
 
 
-def _with(parallel: ParallelConfig, partition: Partition) -> ParallelConfig:
-    from dataclasses import replace
-
-    return replace(parallel, pp_layer_partition=partition)
-
-
-def _add(found: dict[Partition, None], result: tuple[Partition, float] | tuple[None, float]) -> None:
-    if result[0] is not None:
-        found[result[0]] = None
+def _writers(setting: Setting) -> list[int]:
+    """For each layer the first one from there on that computes top-k indices; the layer itself without sharing."""
+    count = setting.model.num_hidden_layers
+    own = indexer_layers(setting.model) or (True,) * count
+    following = list(accumulate(reversed(range(count)), lambda after, i: i if own[i] else after, initial=count))
+    return following[:0:-1]
 
 
-def layer_costs(by_stage: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """What each layer costs, whatever stage it is on; draft layers are the last stage's own affair."""
-    return {layer: value for values in by_stage for layer, value in values.items()}
+@dataclass(frozen=True)
+class _Pieces:
+    """What an amount is made of: that of each decoder layer, whatever stage it is on, and what else each stage has."""
+
+    layers: Mapping[int, float]
+    ends: Sequence[float]
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        return [0.0, *accumulate(self.layers[layer] for layer in sorted(self.layers))]
+
+    def between(self, start: int, end: int) -> float:
+        """Sum over layers ``start <= i < end``."""
+        return self._sums[end] - self._sums[start]
 
 
-def _seconds(costs: TracedCosts, grid: Grid, index: int) -> tuple[dict[int, float], float]:
-    """(seconds by decoder layer, seconds of everything else) of a stage's mean step at one batch size."""
+def _either(plain: _Pieces, helped: _Pieces, writers: Sequence[int]) -> _Amount:
+    """The amount of a stage whose layers before its first writer of indices are helped."""
+
+    def amount(stage: int, start: int, end: int) -> float:
+        written = min(writers[start], end)
+        rest = (helped if written > start else plain).ends[stage]
+        return helped.between(start, written) + plain.between(written, end) + rest
+
+    return amount
+
+
+def _seconds(costs: StagedCosts, grid: Grid, index: int) -> _Pieces:
+    """Seconds of the mean step at one batch size."""
+    layers: dict[int, float] = {}
+    ends = []
+    for stage, hop in zip(costs.stages, _hops(costs, grid, index), strict=True):
+        own, rest = _stage_seconds(stage, grid, index)
+        layers |= own
+        ends.append(rest + hop)
+    return _Pieces(layers, ends)
+
+
+def _stage_seconds(costs: TracedCosts, grid: Grid, index: int) -> tuple[dict[int, float], float]:
+    """(seconds by decoder layer, seconds of everything else) of a stage."""
     layers: dict[int, float] = {}
     rest = 0.0
     count = costs.setting.model.num_hidden_layers
@@ -86,6 +147,28 @@ def _seconds(costs: TracedCosts, grid: Grid, index: int) -> tuple[dict[int, floa
             if not own:
                 rest += share * float(seconds) * segment.repeat
     return layers, rest
+
+
+def _hops(costs: StagedCosts, grid: Grid, index: int) -> list[float]:
+    """Seconds of the transfer that each stage waits for."""
+    times = costs.pipe.calm_times(grid) if isinstance(grid, AggregatedGrid) else costs.pipe.times(grid)
+    return [0.0 if times.overlap else float(np.broadcast_to(hop, grid.batches.shape)[index]) for hop in times.hops]
+
+
+def _memory(costs: StagedCosts) -> _Pieces:
+    """Bytes of a rank without its KV cache, whose null block counts as cache."""
+    setting = costs.setting
+    count = setting.model.num_hidden_layers
+    query = min(setting.workload.input_length, setting.budget)
+    env = {"B": setting.budget / query, "Q": float(query), "S": float(setting.workload.input_length)}
+    layers: dict[int, float] = {}
+    ends = []
+    for stage in costs.stages:
+        own = {layer: nbytes for layer, nbytes in _layer_weights(stage).items() if layer < count}
+        layers |= own
+        outside = stage.overhead_bytes - stage.kv.block_bytes
+        ends.append(stage.weight_bytes - sum(own.values()) + stage.peak_bytes(env) + outside)
+    return _Pieces(layers, ends)
 
 
 def _layer_weights(costs: TracedCosts) -> dict[int, int]:
@@ -103,44 +186,11 @@ def _layer_weights(costs: TracedCosts) -> dict[int, int]:
     return out
 
 
-def _hops(steady: Callable[..., object], calm: Callable[..., object], grid: Grid, index: int) -> list[float]:
-    from serving_cast.pipeline import StageTimes
-    from serving_cast.service.steady_state import AggregatedGrid
-
-    times = calm(grid) if isinstance(grid, AggregatedGrid) else steady(grid)
-    assert isinstance(times, StageTimes)
-    return [0.0 if times.overlap else float(np.broadcast_to(hop, grid.batches.shape)[index]) for hop in times.hops]
-
-
-def _stage_cost(
-    layers: Mapping[int, float], ends: Sequence[float], allowed: Sequence[bool]
-) -> Callable[[int, int, int], float]:
-    sums = [0.0, *accumulate(layers[layer] for layer in sorted(layers))]
-
-    def cost(stage: int, start: int, end: int) -> float:
-        return sums[end] - sums[start] + ends[stage] if allowed[start] else inf
-
-    return cost
-
-
-def _memory_cost(
-    setting: Setting,
-    parallel: ParallelConfig,
-    stages: Sequence[TracedCosts],
-    partition: Partition,
-    allowed: Sequence[bool],
-) -> Callable[[int, int, int], float]:
-    """Negated number of KV blocks that a stage has room for."""
+def _pages(costs: StagedCosts) -> _Pieces:
+    """Bytes of one block of KV cache; those of draft layers are the last stage's."""
+    setting, parallel = costs.setting, costs.parallel
     count = setting.model.num_hidden_layers
-    weights: dict[int, float] = {}
-    fixed: list[float] = []
-    for stage in stages:
-        by_layer = {layer: nbytes for layer, nbytes in _layer_weights(stage).items() if layer < count}
-        weights |= by_layer
-        query = min(setting.workload.input_length, setting.budget)
-        env = {"B": setting.budget / query, "Q": float(query), "S": float(setting.workload.input_length)}
-        fixed.append(stage.weight_bytes - sum(by_layer.values()) + stage.peak_bytes(env) + stage.overhead_bytes)
-    pages = dict.fromkeys(range(count), 0.0)
+    layers = dict.fromkeys(range(count), 0.0)
     drafts = 0.0
     for cache in cache_layers(
         setting.model,
@@ -149,19 +199,10 @@ def _memory_cost(
         kv_dtype=setting.quant.kv_dtype,
         dcp_semantics=setting.dcp_semantics,
         num_mtp_tokens=setting.workload.num_mtp_tokens,
+        extra_indexers=costs.handover.own_indexers,
     ):
         if cache.layer < count:
-            pages[cache.layer] += cache.spec.page_bytes
+            layers[cache.layer] += cache.spec.page_bytes
         else:
             drafts += cache.spec.page_bytes
-    weight_sums = [0.0, *accumulate(weights[layer] for layer in range(count))]
-    page_sums = [0.0, *accumulate(pages[layer] for layer in range(count))]
-
-    def cost(stage: int, start: int, end: int) -> float:
-        if not allowed[start]:
-            return inf
-        page = page_sums[end] - page_sums[start] + (drafts if stage == len(partition) - 1 else 0.0)
-        room = setting.available_bytes - fixed[stage] - (weight_sums[end] - weight_sums[start])
-        return -room / page
-
-    return cost
+    return _Pieces(layers, [0.0] * (parallel.pp_size - 1) + [drafts])

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import Limits, ParallelConfig
-from serving_cast.pipeline import Flow
-from serving_cast.service.rows import Row
+from serving_cast.service.rows import Row, StageRow
 from serving_cast.service.steady_state import SteadyState
 from serving_cast.service.utils import format_parallel_label
+from tensor_cast.ir.index_sharing import Handover
+from tensor_cast.performance_model.pipeline import Flow
 from tensor_cast.units import GIB, MS
 
 __all__ = ["LayoutMemory", "LayoutPoints", "PipelineView", "StagedMemory"]
@@ -70,17 +71,38 @@ class PipelineView:
     Args:
         batches: in flight.
         flow: utilisation and bubbles at every batch size.
-        unsafe_layers: layers that read top-k indices never written on their stage.
+        partition: layers of each stage; ``equivalents`` counts the draft layer once for each of its passes.
+        handover: what is done where a stage lacks the top-k indices that its first layers reuse.
     """
 
     batches: int
     flow: Flow
-    unsafe_layers: tuple[int, ...] = ()
+    partition: tuple[int, ...]
+    equivalents: tuple[int, ...]
+    handover: Handover
 
     def utilisation(self, index: int) -> float:
         """Mean share of the time that the stages compute, at one batch size."""
-        values = np.atleast_1d(self.flow.mean_utilisation)
-        return float(values[index if len(values) > 1 else 0])
+        return _at(self.flow.mean_utilisation, index)
+
+    def stages(self, index: int) -> tuple[StageRow, ...]:
+        """The stages at one batch size."""
+        flow = self.flow
+        found = zip(self.partition, self.equivalents, flow.stage_slots, flow.utilisation, strict=True)
+        return tuple(
+            StageRow(stage, layers, equivalents, _at(slot, index) / MS, _at(busy, index))
+            for stage, (layers, equivalents, slot, busy) in enumerate(found)
+        )
+
+
+def _at(values: Array, index: int) -> float:
+    """The entry of one batch size; a number holds for all."""
+    flat = np.atleast_1d(values)
+    return float(flat[index if len(flat) > 1 else 0])
+
+
+def _spell(numbers: tuple[int, ...]) -> str | None:
+    return ",".join(map(str, numbers)) or None
 
 
 @dataclass(frozen=True)
@@ -138,7 +160,7 @@ class LayoutPoints:
         batch = int(self.batches[index])
         state, memory, pipeline = self.state, self.memory_at(index), self.pipeline
         flight = pipeline.batches if pipeline else 1
-        unsafe = pipeline.unsafe_layers if pipeline else ()
+        handover = pipeline.handover if pipeline else Handover()
         tokens = float(state.tokens_per_second[index]) * ranks
         tpot = None if state.tpot is None else float(state.tpot[index])
         device, engine, semantics = self.labels
@@ -166,8 +188,10 @@ class LayoutPoints:
             memory_available_gib=memory.available / GIB,
             coverage=self.coverage,
             bound=self.bound_of(index),
-            pp_layer_partition=",".join(map(str, self.parallel.pp_layer_partition)) or None,
+            pp_layer_partition=_spell(self.parallel.pp_layer_partition),
             batches_in_flight=flight,
             pp_utilization=None if pipeline is None else pipeline.utilisation(index),
-            unsafe_layers=",".join(map(str, unsafe)) or None,
+            unsafe_layers=_spell(handover.unsafe),
+            own_indexer_layers=_spell(handover.own_indexers),
+            stages=None if pipeline is None else pipeline.stages(index),
         )

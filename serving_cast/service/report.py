@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from serving_cast.config import ParallelConfig
-from serving_cast.pipeline import CAUSES, Flow, Slot, StageTimes, play
 from serving_cast.service.layout_costs import Grid, LayoutCosts, Setting, TracedCostsFactory
 from serving_cast.service.rows import Row
 from serving_cast.service.staged_costs import StagedCosts
@@ -17,6 +16,7 @@ from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, Prefil
 from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, timeline_svg, write_report
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.record import Phase
+from tensor_cast.performance_model.pipeline import CAUSES, Flow, Slot, StageTimes, play
 from tensor_cast.pipeline_partition import stage_ranges
 from tensor_cast.units import GIB, MS
 

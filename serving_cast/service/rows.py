@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from serving_cast.config import ParallelConfig
 
 __all__ = ["Rejection", "Row"]
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One pipeline stage of a row.
+
+    Args:
+        stage: its number, from 0.
+        layers: decoder layers.
+        layer_equivalents: the same with the draft layer counted once for each of its passes.
+        slot_ms: mean milliseconds for which one batch takes the stage, the transfer that it waits for included; the
+            stage with the longest slot is the straggler.
+        busy: share of the time that it computes.
+    """
+
+    stage: int
+    layers: int
+    layer_equivalents: int
+    slot_ms: float
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +51,8 @@ class Row:
         pp_utilization: mean share of the time that the stages compute; None without stages.
         unsafe_layers: layers of sparse attention that read top-k indices never written on their stage, ``"39,40,41"``;
             None where there are none.
+        own_indexer_layers: layers given an indexer so that they need none of those indices, likewise.
+        stages: of a pipeline, one entry for each stage; None without.
     """
 
     phase: str
@@ -66,10 +88,13 @@ class Row:
     batches_in_flight: int = 1
     pp_utilization: float | None = None
     unsafe_layers: str | None = None
+    own_indexer_layers: str | None = None
+    stages: tuple[StageRow, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {"stages": None if self.stages is None else [asdict(stage) for stage in self.stages]}
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from serving_cast.config import ParallelConfig
-from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, step_parts
+from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, bound_seconds
 from serving_cast.service.staged_state import Pipe, StagedPricer
-from serving_cast.service.steady_state import AggregatedGrid
 from tensor_cast.core.trace_library import TraceLibrary
-from tensor_cast.engine.kv_cache import indexer_layers
-from tensor_cast.ir.expr import symbol
+from tensor_cast.ir.index_sharing import Handover, hand_over
 from tensor_cast.ir.program import Layout
-from tensor_cast.ir.record import Kind, Phase, TensorSpec, Trace
+from tensor_cast.ir.record import Phase, Trace
 from tensor_cast.ir.stages import split_wire
 from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator
-from tensor_cast.pipeline_partition import DsaSplit, stage_ranges, unsafe_by_stage
+from tensor_cast.pipeline_partition import stage_ranges
 
-__all__ = ["StagedCosts", "build_staged", "shared_indices"]
+__all__ = ["StagedCosts", "build_staged"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +28,14 @@ class StagedCosts:
     Args:
         stages: costs of each stage: its own work, weights, caches and activations.
         wires: by phase, what crosses into each stage and back from the last one.
-        unsafe_layers: layers that read top-k indices never written on their stage.
+        handover: what is done where a stage lacks top-k indices.
     """
 
     setting: Setting
     parallel: ParallelConfig
     stages: tuple[TracedCosts, ...]
     wires: Mapping[Phase, tuple[StepEstimator, ...]]
-    unsafe_layers: tuple[int, ...] = ()
+    handover: Handover
 
     @property
     def batches_in_flight(self) -> int:
@@ -73,20 +68,14 @@ class StagedCosts:
 
     def bound(self, grid: Grid, index: int) -> str:
         """The resource that most of a batch's way through all stages waits for."""
-        totals: dict[str, float] = {str(Bound.LATENCY): self.setting.engine.host_step_s}
+        totals = dict.fromkeys(Bound, 0.0) | {Bound.LATENCY: self.setting.engine.host_step_s}
         for number, stage in enumerate(self.stages):
             wires = {phase: wire[number] for phase, wire in self.wires.items()}
-            passing = TracedCosts(
-                self.setting, self.parallel, wires.get(Phase.DECODE), wires.get(Phase.PREFILL), stage.layers
-            )
-            for costs in (stage, passing):
-                for estimator, env, scopes, weight in step_parts(grid, costs.decode, costs.prefill):
-                    for bound, seconds in estimator.bound_seconds(env, scopes).items():
-                        share = np.broadcast_to(weight * seconds, grid.batches.shape)[index]
-                        totals[bound] = totals.get(bound, 0.0) + float(share)
-            if isinstance(grid, AggregatedGrid) and stage.gather is not None:
-                extra = grid.share * stage.gather(grid.prompts, grid.chunk, *grid.context_before())
-                totals[Bound.NETWORK] = totals.get(Bound.NETWORK, 0.0) + float(extra[index])
+            for found in (
+                bound_seconds(grid, index, stage.decode, stage.prefill, stage.gather),
+                bound_seconds(grid, index, wires.get(Phase.DECODE), wires.get(Phase.PREFILL)),
+            ):
+                totals = {bound: seconds + found[bound] for bound, seconds in totals.items()}
         return str(max(totals, key=lambda bound: totals[bound]))
 
 
@@ -95,6 +84,7 @@ def build_staged(
     library: TraceLibrary,
     parallel: ParallelConfig,
     layouts: Mapping[Phase, Layout],
+    handover: Handover | None = None,
 ) -> StagedCosts:
     """Costs of ``parallel``, whose ``pp_layer_partition`` says what each stage runs.
 
@@ -103,13 +93,18 @@ def build_staged(
         library: where traces come from.
         parallel: the layout.
         layouts: what is traced for each phase.
+        handover: what is done where stages lack top-k indices; by default what ``dsa_split`` asks for.
+
+    Raises:
+        UnsupportedModelError: a layer is to get an indexer that cannot be known.
     """
     partition = parallel.pp_layer_partition
-    unsafe, extra = shared_indices(setting, partition)
+    if handover is None:
+        handover = hand_over(setting.model, partition, setting.config.dsa_split)
     work: dict[Phase, list[StepEstimator]] = {}
     wires: dict[Phase, list[StepEstimator]] = {}
     for phase, layout in layouts.items():
-        for number, trace in enumerate(library.stages(layout, partition, extra=extra)):
+        for number, trace in enumerate(library.stages(layout, partition, handover=handover)):
             inside, crossing = split_wire(trace)
             work.setdefault(phase, []).append(_estimator(setting, layout, inside, number))
             wires.setdefault(phase, []).append(_estimator(setting, layout, crossing, number))
@@ -124,22 +119,11 @@ def build_staged(
                 work[Phase.DECODE][number] if Phase.DECODE in work else None,
                 work[Phase.PREFILL][number] if Phase.PREFILL in work else None,
                 range(own.start, own.stop + drafts) if last else own,
+                handover.own_indexers,
             )
         )
     crossing_by_phase = {phase: tuple(found) for phase, found in wires.items()}
-    return StagedCosts(setting, parallel, tuple(stages), crossing_by_phase, unsafe)
-
-
-def shared_indices(
-    setting: Setting, partition: Sequence[int]
-) -> tuple[tuple[int, ...], dict[int, tuple[TensorSpec, ...]]]:
-    """(layers left unsafe, tensors that stages receive so that their first layers can reuse top-k indices)."""
-    by_stage = unsafe_by_stage(partition, indexer_layers(setting.model))
-    if setting.config.dsa_split != DsaSplit.SEND_INDICES:
-        return tuple(layer for layers in by_stage for layer in layers), {}
-    top_k = int(json.loads(setting.model.hf_config).get("index_topk") or 0)
-    indices = TensorSpec((symbol("B"), symbol("Q"), top_k), "int32", Kind.INDEX)
-    return (), {stage: (indices,) for stage, layers in enumerate(by_stage) if layers}
+    return StagedCosts(setting, parallel, tuple(stages), crossing_by_phase, handover)
 
 
 def _estimator(setting: Setting, layout: Layout, trace: Trace, stage: int) -> StepEstimator:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serving_cast.pipeline import Flow, StageTimes, mixed_flow, prefill_seconds, steady_flow
 from serving_cast.service.steady_state import (
     AggregatedGrid,
     ContextGather,
@@ -23,6 +22,7 @@ from serving_cast.service.steady_state import (
 )
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.record import Scope
+from tensor_cast.performance_model.pipeline import Flow, StageTimes, mixed_flow, prefill_seconds, steady_flow
 
 __all__ = ["Pipe", "StagedPricer", "solve_staged"]
 
@@ -62,7 +62,7 @@ class Pipe:
     Args:
         batches: in flight.
         host_s: host time of a step that nothing hides while its batch waits for it.
-        overlap: see :class:`serving_cast.pipeline.StageTimes`.
+        overlap: see :class:`tensor_cast.performance_model.pipeline.StageTimes`.
         gather: per stage, what prefill chunks add under DCP.
     """
 

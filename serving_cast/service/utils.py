@@ -43,6 +43,8 @@ DISAGG_COLUMNS: tuple[str, ...] = (
     "batches_in_flight",
     "pp_utilization",
     "unsafe_layers",
+    "own_indexer_layers",
+    "stages",
 )
 
 

@@ -13,7 +13,7 @@ from math import inf
 from tensor_cast.core.capacity_plan import CapacityPlan
 from tensor_cast.core.stage_planner import StagePlanner
 from tensor_cast.engine.kv_cache import CacheLayer, cache_layers
-from tensor_cast.engine.kv_groups import CacheGroup, build_groups, plan_pool
+from tensor_cast.engine.kv_groups import CacheGroup, RequestBlocks, build_groups, plan_pool, request_blocks, with_drafts
 from tensor_cast.engine.kv_specs import IndexerSpec
 from tensor_cast.errors import ConfigError, InfeasibleError
 from tensor_cast.model_config import AttentionKind
@@ -24,7 +24,7 @@ from tensor_cast.pipeline_partition import (
     best_partition,
     check_partition,
     default_partition,
-    max_concurrent_batches,
+    layer_equivalents,
     parse_partition,
     refuse_unsafe,
     stage_ranges,
@@ -115,7 +115,7 @@ class CapacityPlanner(StagePlanner):
             [stage.kv for stage in memory],
             max_model_len=self.max_model_len,
             dcp=self.config.dcp_size,
-            in_flight=max_concurrent_batches(self.config.pp_size) * self.max_batched_tokens,
+            in_flight=self.start_up.in_flight(self.config.pp_size),
         )
         return CapacityPlan(
             partition=partition,
@@ -124,34 +124,32 @@ class CapacityPlanner(StagePlanner):
             bytes_per_token=tuple(self._token_bytes(self._with_drafts(s), tuple(flips)) for s in stages),
             unsafe=unsafe,
             split=split if any(unsafe) else None,
-            equivalents=tuple(
-                len(stage) + (self.config.num_mtp_tokens if stage.stop == self.model.num_hidden_layers else 0)
-                for stage in stages
-            ),
+            equivalents=layer_equivalents(partition, self.config.num_mtp_tokens),
             refused=any(unsafe) and split is None,
         )
 
     def resident(self, plan: CapacityPlan, length: int) -> int:
         """Requests of ``length`` tokens that stay resident at once, in whole blocks beside the null block."""
-        return plan.capacity.usable_blocks // self._request_blocks(plan, length)
+        return self._request_blocks(plan, length).fitting(plan.capacity.usable_blocks)
 
     def longest_request(self, plan: CapacityPlan) -> int:
         """Tokens of the longest request that fits beside the null block; 0 if none does."""
         fits, beyond = 0, max(2, plan.capacity.max_model_len) + 1
         while beyond - fits > 1:
             middle = (fits + beyond) // 2
-            if self._request_blocks(plan, middle) <= plan.capacity.usable_blocks:
+            if self._request_blocks(plan, middle).admitted <= plan.capacity.usable_blocks:
                 fits = middle
             else:
                 beyond = middle
         return fits
 
-    def _request_blocks(self, plan: CapacityPlan, length: int) -> int:
-        in_flight = max_concurrent_batches(self.config.pp_size) * self.max_batched_tokens
+    def _request_blocks(self, plan: CapacityPlan, length: int) -> RequestBlocks:
         flips = plan.unsafe_layers if self.config.dsa_split is DsaSplit.SELF_COMPUTE else ()
-        return sum(
-            group.spec.admission_blocks(length, dcp=self.config.dcp_size, in_flight=in_flight)
-            for group in self._groups(flips)
+        return request_blocks(
+            self._groups(flips),
+            with_drafts(length, self.config.num_mtp_tokens, self.max_model_len),
+            dcp=self.config.dcp_size,
+            in_flight=self.start_up.in_flight(self.config.pp_size),
         )
 
     # -- caches ----------------------------------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.ir.cache import TraceCache, default_cache_dir
+from tensor_cast.ir.index_sharing import Handover
 from tensor_cast.ir.program import Layout, PartRequest, Skeleton, compose
-from tensor_cast.ir.record import Part, Phase, TensorSpec, Trace
+from tensor_cast.ir.record import Part, Phase, Trace
 from tensor_cast.ir.stages import stage_traces
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 
@@ -75,7 +76,7 @@ class TraceLibrary:
         partition: Sequence[int],
         *,
         whole_on_wire: bool = False,
-        extra: Mapping[int, tuple[TensorSpec, ...]] | None = None,
+        handover: Handover | None = None,
     ) -> tuple[Trace, ...]:
         """The trace of each pipeline stage of ``layout``; see :func:`tensor_cast.ir.stages.stage_traces`.
 
@@ -83,7 +84,7 @@ class TraceLibrary:
             layout: as of :meth:`compose`.
             partition: layers of each stage.
             whole_on_wire: every rank sends the boundary tensors whole.
-            extra: further tensors that the given stages receive.
+            handover: what is done where a stage lacks top-k indices.
 
         Raises:
             LegalityError: the partition does not fit the model; else as :meth:`trace`.
@@ -96,7 +97,7 @@ class TraceLibrary:
             tp=layout.parallel.tensor_parallel_size,
             num_mtp_tokens=layout.num_mtp_tokens,
             whole_on_wire=whole_on_wire,
-            extra=extra,
+            handover=handover,
         )
 
     def compose(self, layout: Layout) -> Trace:

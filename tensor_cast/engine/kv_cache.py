@@ -173,6 +173,7 @@ def request_kv_bytes(
     dcp_semantics: str,
     num_mtp_tokens: int = 0,
     layers: Collection[int] | None = None,
+    extra_indexers: Collection[int] = (),
 ) -> Any:
     """KV bytes that one request of ``tokens`` tokens occupies on the fullest rank, in whole blocks.
 
@@ -188,6 +189,7 @@ def request_kv_bytes(
         dcp_semantics: see :mod:`tensor_cast.engine.dcp`.
         num_mtp_tokens: draft tokens per step.
         layers: those of one pipeline stage, draft layers among them; all when absent.
+        extra_indexers: layers that get an indexer although they share indices.
 
     Returns:
         int, or an int64 array of the shape of ``tokens``.
@@ -202,6 +204,7 @@ def request_kv_bytes(
         kv_dtype=kv_dtype,
         dcp_semantics=dcp_semantics,
         num_mtp_tokens=num_mtp_tokens,
+        extra_indexers=extra_indexers,
     )
     specs = Counter(cache.spec for cache in caches if layers is None or cache.layer in layers)
     count = np.asarray(tokens, dtype=np.int64)

@@ -12,11 +12,12 @@ Source: vLLM 0.30 ``distributed/parallel_state.py`` (send_tensor_dict), ``v1/wor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from tensor_cast.ir.expr import Dim, symbol
+from tensor_cast.ir.index_sharing import Handover, with_own_indexers
 from tensor_cast.ir.record import Kind, OpRecord, Part, Scope, Segment, TensorSpec, Trace
 from tensor_cast.pipeline_partition import check_partition, stage_ranges
 
@@ -48,7 +49,7 @@ def stage_traces(
     tp: int,
     num_mtp_tokens: int = 0,
     whole_on_wire: bool = False,
-    extra: Mapping[int, tuple[TensorSpec, ...]] | None = None,
+    handover: Handover | None = None,
 ) -> tuple[Trace, ...]:
     """The trace of each stage.
 
@@ -60,23 +61,26 @@ def stage_traces(
         tp: ranks of a stage that share the transfer.
         num_mtp_tokens: draft tokens that go back with the sampled ones.
         whole_on_wire: every rank sends all of both tensors, and nothing is gathered (what source 004 assumes).
-        extra: further tensors, whole, that the given stages receive (top-k indices of sparse attention).
+        handover: what is done where a stage lacks the top-k indices that its first layers reuse; nothing by default.
 
     Raises:
         LegalityError: a stage without layers, or layers that do not add up to the trace's.
+        UnsupportedModelError: a layer is to get an indexer that cannot be known.
     """
     count = _layer_count(trace)
     check_partition(partition, count, len(partition))
     stages = stage_ranges(partition)
     if len(stages) == 1:
         return (trace,)
+    handover = handover or Handover()
+    trace = with_own_indexers(trace, handover.own_indexers)
     specs = boundary_specs(hidden_size, dtype)
     out = []
     for index, own in enumerate(stages):
         last = index == len(stages) - 1
         segments = list(_own_segments(trace, own, count, hidden_size, last=last))
         if index > 0:
-            received = (*specs, *(extra or {}).get(index, ()))
+            received = (*specs, *handover.sent.get(index, ()))
             segments = [*_receive(received, index, len(stages), 1 if whole_on_wire else tp), *segments]
         if last:
             segments.append(Segment(_broadcast_part(len(stages), num_mtp_tokens)))

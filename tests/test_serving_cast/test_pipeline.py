@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from serving_cast.pipeline import CAUSES, StageTimes, mixed_flow, prefill_seconds, steady_flow
+from tensor_cast.performance_model.pipeline import CAUSES, StageTimes, mixed_flow, prefill_seconds, steady_flow
 
 
 def played(work: list[list[float]], hops: list[float], back: float, batches: int) -> float:

@@ -13,14 +13,15 @@ from serving_fakes import FakePricer
 from cli.inference import throughput_optimizer
 from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig, SearchSpace, Workload
 from serving_cast.parallel_runner import ParallelRunner, make_setting
-from serving_cast.pipeline import steady_flow
 from serving_cast.service.layout_costs import TracedCosts, TracedCostsFactory
-from serving_cast.service.staged_costs import StagedCosts, shared_indices
+from serving_cast.service.points import LayoutPoints
+from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import Pipe, StagedPricer, solve_staged
 from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
 from tensor_cast.errors import ConfigError, LegalityError
 from tensor_cast.ir.record import Phase, Scope
-from tensor_cast.pipeline_partition import all_partitions
+from tensor_cast.performance_model.pipeline import steady_flow
+from tensor_cast.pipeline_partition import DsaSplit, all_partitions
 
 LLAMA = "meta-llama/Meta-Llama-3.1-70B"
 BOTH = (Phase.DECODE, Phase.PREFILL)
@@ -176,8 +177,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     ("values", "message"),
     [
         ({"space": SearchSpace(), "pp_layer_partition": "41,39"}, "--pp-sizes"),
-        ({"dsa_split": "self-compute"}, "--dsa-split"),
-        ({"dsa_split": "what"}, "--dsa-split"),
+        ({"dsa_split": "what"}, "--dsa-split must be self-compute, send-indices, unsafe; found 'what'"),
     ],
 )
 def test_options_that_make_no_sense(values: dict[str, Any], message: str) -> None:
@@ -198,16 +198,104 @@ def test_stages_without_their_indices_are_refused() -> None:
     assert safe.pp_layer_partition == (42, 36)
 
 
+def glm_points(partition: str, split: str | None, *, dcp: int = 1, k: int = 3, **values: Any) -> LayoutPoints:
+    space = SearchSpace(tp=(8,), dp=(1,), ep=(1,), dcp=(dcp,), pp=(2,))
+    run = runner(
+        model=GLM,
+        num_devices=16,
+        devices=("H200_SXM",),
+        workload=Workload(8192, 512, 0, k),
+        space=space,
+        pp_layer_partition=partition,
+        dsa_split=split,
+        quantize_linear_action="FP8",
+        quantize_attention_action="FP8",
+        **values,
+    )
+    (points,) = run.evaluate().points
+    return points
+
+
 def test_ways_out_of_missing_indices() -> None:
-    unsafe = make_setting(asked(model=GLM, dsa_split="unsafe"), "H100_SXM")
-    assert shared_indices(unsafe, (39, 39)) == ((39, 40, 41), {})
-    sending = make_setting(asked(model=GLM, dsa_split="send-indices"), "H100_SXM")
-    layers, extra = shared_indices(sending, (39, 39))
-    assert layers == ()
-    ((indices,),) = extra.values()
-    assert list(extra) == [1]
-    assert indices.nbytes({"B": 3, "Q": 1}) == 3 * 2048 * 4  # golden P7: 8,192 B a token
-    assert shared_indices(sending, (42, 36)) == ((), {})
+    """With 39,39 layers 39 to 41 of GLM lack indices: an indexer for each, or 8,192 B a token over the wire."""
+    unsafe, own, sent = (glm_points("39,39", split) for split in ("unsafe", "self-compute", "send-indices"))
+    rows = {name: points.row(15) for name, points in (("unsafe", unsafe), ("own", own), ("sent", sent))}
+    assert [(r.unsafe_layers, r.own_indexer_layers) for r in rows.values()] == [
+        ("39,40,41", None),
+        (None, "39,40,41"),
+        (None, None),
+    ]
+    first, last = (
+        [
+            getattr(own.memory.stages[stage], name) - getattr(unsafe.memory.stages[stage], name)
+            for name in ("weights", "kv")
+        ]
+        for stage in (0, 1)
+    )
+    assert first[0] == 0
+    assert not first[1].any()
+    # Replicated over tp: 4,096 x 2,048 in 8 bits with a float32 scale per block of 128 x 128, the rest in bfloat16.
+    assert last[0] == 3 * (2048 * 4096 + 32 * 16 * 4 + 2 * (9_371_904 - 2048 * 4096))
+    # 16 requests in each of two batches; 8,192 + 512 + 3 tokens in blocks of 64; 132 B a token and layer.
+    assert last[1][15] == 2 * 16 * 137 * 64 * 3 * 132
+    assert rows["own"].stages[0].slot_ms == rows["unsafe"].stages[0].slot_ms
+    assert rows["own"].stages[1].slot_ms > rows["unsafe"].stages[1].slot_ms
+    assert rows["own"].tpot_ms > rows["unsafe"].tpot_ms
+    assert rows["sent"].stages[1].slot_ms > rows["unsafe"].stages[1].slot_ms
+    assert [stage.weights for stage in sent.memory.stages] == [stage.weights for stage in unsafe.memory.stages]
+
+
+@pytest.mark.parametrize("dcp", [1, 8])
+def test_a_safe_partition_costs_the_same_whatever_is_asked(dcp: int) -> None:
+    rows = {split: glm_points("42,36", split, dcp=dcp).row(7) for split in (None, *DsaSplit)}
+    assert len(set(rows.values())) == 1
+    assert rows[None].own_indexer_layers is rows[None].unsafe_layers is None
+
+
+def test_own_indexers_under_dcp() -> None:
+    """vllm splits their caches as well, and gathers the candidates of three more layers."""
+    unsafe, own = (glm_points("39,39", split, dcp=8, mode=Mode.AGGREGATED) for split in ("unsafe", "self-compute"))
+    more = own.memory.stages[1].kv[15] - unsafe.memory.stages[1].kv[15]
+    # 8,707 tokens are 18 logical blocks of 512, of which a rank holds 64 tokens each.
+    assert more == 2 * 16 * 18 * 64 * 3 * 132
+    config = asked(
+        model=GLM, devices=("H200_SXM",), num_devices=16, dsa_split="self-compute", pp_layer_partition="39,39"
+    )
+    factory = TracedCostsFactory(make_setting(config, "H200_SXM"))
+    costs = factory.costs(ParallelConfig(tp_size=8, pp_size=2, dcp_size=8, pp_layer_partition=(39, 39)), BOTH)
+    assert isinstance(costs, StagedCosts)
+    # Of layers 0 to 38 eleven choose; of 39 to 77 nine, and now three more.
+    assert [stage.gather.choosing_layers for stage in costs.stages] == [11 + 1, 9 + 3]  # type: ignore[union-attr]
+    decode = costs.stages[1].decode
+    assert decode is not None
+    gathers = [op for op in decode.trace.ops if op.axis == "dcp" and op.module.endswith("indexer")]
+    assert sum(op.repeat for op in gathers) == 12
+
+
+@pytest.mark.parametrize("split", ["self-compute", "send-indices"])
+@pytest.mark.parametrize(("length", "batch"), [(32_768, 16), (400_000, 1)])
+def test_auto_weighs_what_helping_layers_costs(split: str, length: int, batch: int) -> None:
+    """Every split of GLM over two stages searched on its own: none serves more than what auto finds.
+
+    At the long context indexers decide: 38,40 with one more would lose to 40,38 with two if they cost nothing.
+    """
+    space = SearchSpace(tp=(8,), dp=(1,), ep=(1,), dcp=(1,), pp=(2,), batch_range=(batch, batch))
+    values: dict[str, Any] = {
+        "model": GLM,
+        "num_devices": 16,
+        "devices": ("H200_SXM",),
+        "workload": Workload(length, 512, 0, 3),
+        "space": space,
+        "dsa_split": split,
+    }
+    (auto,) = runner(**values, pp_layer_partition="auto", quantize_linear_action="FP8").run()
+    run = runner(**values, quantize_linear_action="FP8")
+    grid = run._grid("aggregated")
+    rates = {}
+    for partition in all_partitions(78, 2):
+        points = run._points("aggregated", ParallelConfig(tp_size=8, pp_size=2, pp_layer_partition=partition), *grid)
+        rates[partition] = points.row(0).throughput_tok_s if points.memory.fits[0] else 0.0
+    assert auto.candidates[0].throughput_tok_s == pytest.approx(max(rates.values()), rel=1e-9)
 
 
 def test_too_many_stages_are_a_rejection() -> None:

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from cli.inference import throughput_optimizer
-from serving_cast.pipeline import StageTimes, play, steady_flow
 from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, render_page, timeline_svg, write_report
 from tensor_cast.errors import ConfigError
+from tensor_cast.performance_model.pipeline import StageTimes, play, steady_flow
 
 SVG = "{http://www.w3.org/2000/svg}"
 

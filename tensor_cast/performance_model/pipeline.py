@@ -74,16 +74,16 @@ class StageTimes:
         return StageTimes(tuple(map(pick, self.work)), tuple(map(pick, self.hops)), pick(self.back), self.overlap)
 
     @cached_property
-    def slowest_work(self) -> Num:
-        """Work of the stage that has most."""
-        return _most(self.work)
+    def slots(self) -> tuple[Num, ...]:
+        """Time for which a batch takes each stage: its work, and the transfer that the stage waits for."""
+        if self.overlap:
+            return self.work
+        return tuple(work + hop for work, hop in zip(self.work, self.hops, strict=True))
 
     @cached_property
     def slot(self) -> Num:
         """Time for which a batch takes the slowest stage."""
-        if self.overlap:
-            return self.slowest_work
-        return _most([work + hop for work, hop in zip(self.work, self.hops, strict=True)])
+        return _most(self.slots)
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Flow:
     Args:
         cycle: seconds from a batch's step to its next.
         slot: seconds between batches at the slowest stage when it never waits.
+        stage_slots: mean seconds for which one batch takes each stage; the longest is the straggler's.
         utilisation: share of the time that each stage computes.
         bubbles: idle share of all stages together by cause; with the mean utilisation they add up to 1.
     """
@@ -100,6 +101,7 @@ class Flow:
     batches: int
     cycle: Array
     slot: Array
+    stage_slots: tuple[Array, ...]
     utilisation: tuple[Array, ...]
     bubbles: Mapping[str, Array]
 
@@ -144,6 +146,7 @@ def mixed_flow(calm: StageTimes, busy: StageTimes, share: Num, batches: int) -> 
         batches,
         np.asarray(cycle),
         np.asarray(slot),
+        tuple(np.asarray((1 - share) * a + share * b) for a, b in zip(calm.slots, busy.slots, strict=True)),
         tuple(np.asarray(batches * work / cycle) for work in mean),
         {cause: np.asarray(seconds / cycle) for cause, seconds in idle.items()},
     )
