@@ -245,10 +245,14 @@ def _indexer(config: Config, layers: int, reader: _Reader) -> dict[str, Any]:
 
     The others reuse the choice of the last one that does.
     """
+    field = "index_share_for_mtp_iteration"
+    if not isinstance(config.get(field), bool | None):
+        raise ConfigError(f"{reader.where}: field {field}: found {config[field]!r}; allowed are true and false")
     facts = {
         "index_topk": reader.size(("index_topk",)),
         "index_n_heads": reader.size(("index_n_heads",)),
         "index_head_dim": reader.size(("index_head_dim",)),
+        field: bool(config.get(field)),
     }
     if config.get("indexer_types") is not None:
         field = "indexer_types"

@@ -55,10 +55,10 @@ class ModelConfig:
     ``hf_config`` is the text model's configuration as loaded (canonical JSON text, so that the value is hashable);
     ``digest`` identifies it. ``layer_windows[i]`` is the sliding window of layer i, or None for full attention;
     ``moe_layers[i]`` says whether layer i routes to experts, ``indexer_layers[i]`` whether it chooses the tokens of
-    sparse attention itself (the other layers of a DSA model reuse the choice of the last one that does). Sizes a model
-    does not have are 0;
-    ``intermediate_size`` is that of a dense layer, ``shared_expert_intermediate_size`` that of all shared experts
-    together. For MLA ``head_dim`` is that of query and key (nope + rope), ``num_key_value_heads`` counts the expanded
+    sparse attention itself (the other layers of a DSA model reuse the choice of the last one that does);
+    ``index_share_for_mtp_iteration`` says whether later draft passes reuse the choice of the first. Sizes a model does
+    not have are 0; ``intermediate_size`` is that of a dense layer, ``shared_expert_intermediate_size`` that of all
+    shared experts together. For MLA ``head_dim`` is that of query and key (nope + rope), ``num_key_value_heads`` counts the expanded
     heads of prefill.
     """
 
@@ -88,6 +88,7 @@ class ModelConfig:
     index_topk: int = 0
     index_n_heads: int = 0
     index_head_dim: int = 0
+    index_share_for_mtp_iteration: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0

@@ -202,6 +202,7 @@ def skeleton_to_json(skeleton: Skeleton) -> dict[str, Any]:
     return {
         "slots": [[s.role, s.name, s.layers] for s in skeleton.slots],
         "draft": [[s.role, s.name, s.layers] for s in skeleton.draft],
+        "redraft": [[s.role, s.name, s.layers] for s in skeleton.redraft],
         "fixed": [part_to_json(p) for p in skeleton.fixed],
         "replicated": skeleton.replicated,
         "notes": skeleton.notes,
@@ -213,6 +214,7 @@ def skeleton_from_json(value: dict[str, Any]) -> Skeleton:
     return Skeleton(
         tuple(Slot(role, name, tuple(layers)) for role, name, layers in value["slots"]),
         tuple(Slot(role, name, tuple(layers)) for role, name, layers in value["draft"]),
+        tuple(Slot(role, name, tuple(layers)) for role, name, layers in value["redraft"]),
         tuple(part_from_json(p) for p in value["fixed"]),
         tuple(value["replicated"]),
         tuple(value["notes"]),

@@ -157,13 +157,15 @@ class Skeleton:
 
     Args:
         slots: the model itself.
-        draft: one pass of the draft (MTP) module; empty when the model has none.
+        draft: the first pass of the draft (MTP) module, over the step's tokens; empty when the model has none.
+        redraft: each later pass, over one token per request.
         fixed: parts of the roles in :data:`FIXED_ROLES`.
         replicated: modules left whole on every rank by the shard plan.
     """
 
     slots: tuple[Slot, ...]
     draft: tuple[Slot, ...]
+    redraft: tuple[Slot, ...]
     fixed: tuple[Part, ...]
     replicated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -185,11 +187,11 @@ class Skeleton:
                 f"num_mtp_tokens is {layout.num_mtp_tokens}, but the model has no MTP layers "
                 "(num_nextn_predict_layers is 0 or absent); use 0"
             )
-        for draft_pass in range(layout.num_mtp_tokens):
-            phase = layout.phase if draft_pass == 0 else Phase.DECODE
-            for slot in self.draft:
-                request = slot.request(layout, phase=phase, last_token=True)
-                yield request, slot.layers, None if draft_pass == 0 else 1
+        for slot in self.draft:
+            yield slot.request(layout, last_token=True), slot.layers, None
+        for _ in range(layout.num_mtp_tokens - 1):
+            for slot in self.redraft:
+                yield slot.request(layout, phase=Phase.DECODE, last_token=True), slot.layers, 1
 
 
 def compose(model_id: str, skeleton: Skeleton, layout: Layout, parts: Mapping[str, Part]) -> Trace:

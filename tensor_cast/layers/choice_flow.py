@@ -7,6 +7,7 @@ Legend: B requests, Q query tokens, S context, K tokens chosen.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +32,8 @@ def self_computing(config: ModelConfig, partition: Sequence[int]) -> ModelConfig
         return config
     flipped = unsafe_layers(partition, config.indexer_layers)
     own = tuple(chooses or layer in flipped for layer, chooses in enumerate(config.indexer_layers))
-    return replace(config, indexer_layers=own)
+    digest = hashlib.sha256(f"{config.digest} {own}".encode()).hexdigest()
+    return replace(config, indexer_layers=own, digest=digest)
 
 
 class ChoiceFlow:

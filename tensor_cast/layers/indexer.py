@@ -23,6 +23,7 @@ from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.layers.collectives import all_gather
 from tensor_cast.layers.context import ParallelContext, Step, current_step, enter_scope, indexer_key
+from tensor_cast.layers.modules import wrap_forward
 from tensor_cast.ops.kv_layout import local_length
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -80,6 +81,21 @@ def install(module: nn.Module, ctx: ParallelContext) -> None:
         return choose_tokens(module, core, rotary, hidden, q_resid, tables)
 
     module.__dict__["forward"] = forward
+
+
+def reuse(module: nn.Module, choice: Callable[[], torch.Tensor | None]) -> None:
+    """Make an indexer hand on ``choice()`` where that is not None, and run nothing.
+
+    So do later passes of a draft module whose config says ``index_share_for_mtp_iteration``. Their keys are not cached
+    either: of every token that stays, the first pass of the next step writes the key before anything scores it.
+    Source: vLLM 0.30 ``model_executor/layers/mla.py`` (``skip_topk``).
+    """
+
+    def forward(inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        known = choice()
+        return inner(*args, **kwargs) if known is None else known
+
+    wrap_forward(module, forward)
 
 
 def choose_tokens(

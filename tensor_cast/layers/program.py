@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tensor_cast import ops
 from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.ir.record import Scope
+from tensor_cast.layers import indexer
 from tensor_cast.layers.context import CacheKey, ParallelContext, Step, enter_scope, running
 from tensor_cast.layers.modules import clone_tree, wrap_forward
 from tensor_cast.layers.mtp import DraftModules, feed_hidden, final_norm
@@ -204,20 +205,32 @@ class DraftProgram(RankProgram):
         names, path = anatomy.regions[place], anatomy.layer_path(len(anatomy.layers))
         for name in (names.attention, *names.ffn):
             self.sharder.cut_in_place(own.layer.get_submodule(name), f"{path}.{name}")
+        attention = own.layer.get_submodule(names.attention)
+        if is_sparse(attention):
+            indexer.reuse(attention.indexer, lambda: self._choice)
         self._hidden: torch.Tensor | None = None
+        self._choice: torch.Tensor | None = None
         feed_hidden(self.model.get_submodule(anatomy.embedding.path), own.projection, lambda: self._hidden)
 
-    def draft(self, ids: torch.Tensor, hidden: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft one token per request from its tokens ``ids`` [B, Q] and last hidden states [B, Q, H].
+    def draft(
+        self, ids: torch.Tensor, hidden: torch.Tensor, step: Step, choice: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft one token per request.
+
+        Args:
+            ids: [B, Q] tokens.
+            hidden: [B, Q, H] last hidden states.
+            step: positions, tables and the draft layer's caches.
+            choice: [B, Q, K'] tokens that an earlier pass chose, for sparse attention to reuse; None to choose anew.
 
         Returns:
             ids [B, 1] and logits [B, 1, V].
         """
-        self._hidden = hidden
+        self._hidden, self._choice = hidden, choice
         try:
             return self(ids, step, last_only=True)
         finally:
-            self._hidden = None
+            self._hidden = self._choice = None
 
 
 def cores(root: nn.Module) -> list[Any]:

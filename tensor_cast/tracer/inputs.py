@@ -39,6 +39,11 @@ class FakeInputs:
         size = self.space.sizes
         return torch.empty(size.B, size.Q if queries is None else queries, self._hidden_size, dtype=self.dtype)
 
+    def choice(self, topk: int) -> torch.Tensor:
+        """Tokens [B, Q, min(S, K)] that an earlier pass of sparse attention chose."""
+        size = self.space.sizes
+        return torch.empty(size.B, size.Q, torch.sym_min(size.S, topk), dtype=torch.int32)
+
     def step(self, phase: Phase, block_size: int, ctx: ParallelContext, root: nn.Module) -> Step:
         """A step for the attention modules under ``root``, with KV caches just large enough for its requests.
 

@@ -19,6 +19,7 @@ from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import MsModelingError, UnsupportedModelError
 from tensor_cast.ir.program import PartRequest, Skeleton, Slot
 from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Scope
+from tensor_cast.layers import indexer
 from tensor_cast.layers.context import ParallelContext, Step, enter_scope, running
 from tensor_cast.layers.modules import clone_tree, path_of, wrap_forward
 from tensor_cast.layers.mtp import DraftModules
@@ -34,6 +35,9 @@ from tensor_cast.tracer.sizes import SizeSpace
 
 #: KV block size of the run that records the skeleton; nothing of attention is kept from it.
 _BLOCK_SIZE = 128
+
+#: Names the attention of a draft pass that reuses the tokens which the pass before chose.
+_REUSING = ".reusing"
 
 
 class ModelTracer:
@@ -85,7 +89,10 @@ class ModelTracer:
         parts["glue/tail.last"] = glue_part("glue/tail.last", last_tail, [])
         self._file_params(parts, program)
         draft = self._draft(slots, parts) if self.config.num_nextn_predict_layers > 0 else ()
-        return Skeleton(tuple(slots), draft, tuple(parts.values()), self._whole_modules())
+        redraft = draft
+        if self.config.index_share_for_mtp_iteration:
+            redraft = tuple(replace(s, name=s.name + _REUSING) if s.role == "attention" else s for s in draft)
+        return Skeleton(tuple(slots), draft, redraft, tuple(parts.values()), self._whole_modules())
 
     def _run_folded(self, kept: frozenset[int], *, last_only: bool) -> tuple[list[OpRecord | Marker], RankProgram]:
         """Run the unsharded model with only the ``kept`` layers, regions left out of the recording but captured."""
@@ -158,7 +165,7 @@ class ModelTracer:
         return tuple(sharder.whole)
 
     def _draft(self, slots: list[Slot], parts: dict[str, Part]) -> tuple[Slot, ...]:
-        """Slots of the draft module: its own projection and norm around a layer like one of the model's last."""
+        """Slots of a draft pass: the module's own projection and norm around a layer like one of the model's last."""
         count = len(self.anatomy.layers)
         own = DraftModules.like(self.anatomy, self.inputs.dtype).named(self.anatomy)
         x, y = self.inputs.hidden(), self.inputs.hidden()
@@ -199,13 +206,17 @@ class ModelTracer:
             dcp_semantics=request.dcp_semantics or ParallelContext.dcp_semantics,
             interleave=request.interleave,
         )
-        region = self._region(request)
+        name = request.name.removesuffix(_REUSING)
+        region = self._region(request.role, name)
         sharder = Sharder(self.anatomy.plan, ctx, self.anatomy.names)
         with torch.inference_mode(), self.inputs.space.mode, _PlainErrors(self.config):
-            args, kwargs = self._captured[request.role, request.name]
+            args, kwargs = self._captured[request.role, name]
             if request.role == "head" and request.phase == "last":
                 args, kwargs = (self.inputs.hidden(1),), {}
             module = sharder.region(region.module, region.path)
+            if name != request.name:
+                choice = self.inputs.choice(self.config.index_topk)
+                indexer.reuse(module.indexer, lambda: choice)
             step = None
             if request.role == "attention":
                 step = self.inputs.step(Phase(request.phase), request.block_size, ctx, module)
@@ -218,14 +229,14 @@ class ModelTracer:
             )
         return replace(part, params=tuple(sharder.params.values()))
 
-    def _region(self, request: PartRequest) -> Region:
-        if request.role in ("embed", "head"):
-            return self.anatomy.embedding if request.role == "embed" else self.anatomy.head
+    def _region(self, role: str, name: str) -> Region:
+        if role in ("embed", "head"):
+            return self.anatomy.embedding if role == "embed" else self.anatomy.head
         for index in self.groups:
             for region in self.anatomy.layer_regions(index):
-                if region.role == request.role and self._region_name(region) == request.name:
+                if region.role == role and self._region_name(region) == name:
                     return region
-        raise KeyError(request.key)
+        raise KeyError(f"{role}/{name}")
 
     def _run_part(
         self,

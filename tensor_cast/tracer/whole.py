@@ -39,14 +39,18 @@ def trace_whole(tracer: ModelTracer, layout: Layout, *, fold: bool = True) -> tu
     return tuple(ops)
 
 
-def trace_whole_draft(tracer: ModelTracer, layout: Layout) -> tuple[OpRecord, ...]:
-    """Every op of one pass of the cut draft module over the step's tokens."""
+def trace_whole_draft(tracer: ModelTracer, layout: Layout, *, reuse: bool = False) -> tuple[OpRecord, ...]:
+    """Every op of one pass of the cut draft module over the step's tokens.
+
+    ``reuse``: its sparse attention reads what an earlier pass chose.
+    """
     with torch.inference_mode(), tracer.inputs.space.mode:
         modules = DraftModules.like(tracer.anatomy, tracer.inputs.dtype)
         program = DraftProgram(tracer.anatomy, context_of(layout), modules)
         step, recorder = _prepare(tracer, program, layout)
         with recorder.recording():
-            program.draft(tracer.inputs.ids(), tracer.inputs.hidden(), step)
+            choice = tracer.inputs.choice(tracer.config.index_topk) if reuse else None
+            program.draft(tracer.inputs.ids(), tracer.inputs.hidden(), step, choice)
     return tuple(event for event in recorder.events if isinstance(event, OpRecord))
 
 
