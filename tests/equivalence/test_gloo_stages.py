@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 from families import family
 
+from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.errors import LegalityError
-from tensor_cast.model_config import ModelConfig
+from tensor_cast.ir.index_sharing import hand_over
+from tensor_cast.ir.record import Phase
+from tensor_cast.ir.stages import RECV, stage_traces
+from tensor_cast.model_config import ModelConfig, ParallelConfig
 from tensor_cast.pipeline_partition import DsaSplit, unsafe_layers
 from tensor_cast.proof.compare import TOLERANCE
 from tensor_cast.proof.pipeline import PipelineJob, largest_difference, run_pipeline
@@ -92,6 +96,22 @@ def test_shared_choice_over_stages(
     flipped = unsafe if split is DsaSplit.SELF_COMPUTE else ()
     assert own == sorted([*(i for i, kind in enumerate(kinds) if kind == "F"), *flipped])
     prove(job)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("kinds", "partition"), [(kinds, partition) for kinds, partition, _ in SPLITS], ids=SPLIT_IDS)
+def test_what_is_sent_is_what_is_priced(kinds: str, partition: tuple[int, ...], tp: int) -> None:
+    """Each stage waits in its trace for the bytes that :func:`prove` counts."""
+    job = PipelineJob(sharing(kinds), tp, partition, DsaSplit.SEND_INDICES)
+    trace = TraceLibrary(job.model, use_cache=False).trace(
+        ParallelConfig(tp), Phase.DECODE, dcp_semantics="vllm", block_size=4
+    )
+    handover = hand_over(job.model, partition, job.dsa_split)
+    size = job.model.hidden_size
+    stages = stage_traces(trace, partition, hidden_size=size, dtype="float64", tp=tp, handover=handover)
+    for number, stage in enumerate(stages):
+        received = [op.collective_bytes({"B": 3, "Q": 2}) for op in stage.ops if op.name == RECV]
+        assert received == ([6 * bytes_per_token(job, number - 1)] if number else [])
 
 
 def test_context_shorter_than_the_choice() -> None:
