@@ -14,7 +14,6 @@ from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import solve_staged
 from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
 from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, timeline_svg, write_report
-from tensor_cast.ir.expr import Num
 from tensor_cast.ir.record import Phase
 from tensor_cast.performance_model.pipeline import CAUSES, Flow, Slot, StageTimes, play
 from tensor_cast.pipeline_partition import stage_ranges
@@ -74,13 +73,11 @@ def layout_sections(setting: Setting, row: Row) -> list[Section]:
 
 
 def _bar(setting: Setting, row: Row, stage: LayoutCosts, label: str, grid: Grid) -> Bar:
-    w = setting.workload
-    tokens = w.input_length if row.phase == "prefill" else w.total_tokens
     chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
-    resident = row.batch_size * max(1.0, row.batches_in_flight / chunks)
+    resident = max(1.0, row.batches_in_flight / chunks)
     parts = {
         "weights": float(stage.weight_bytes),
-        "KV cache": stage.kv_bytes(tokens) * resident,
+        "KV cache": float(stage.pool_bytes(grid, resident)[0]),
         "activations": float(stage.activation_bytes(grid)[0]),
         "graphs and other": stage.overhead_bytes,
     }
@@ -109,21 +106,32 @@ def _timeline(costs: StagedCosts, grid: Grid, row: Row, name: str) -> Section:
         f"Batches over stages: {name}",
         text,
         (alone, timeline_svg(rows, _blocks(many), end=end)),
-        _table(calm, flow),
+        _table(row, calm, flow),
         (f"A batch's step takes {float(np.ravel(flow.cycle)[0]) / MS:.2f} ms in the steady state.",),
     )
 
 
-def _table(calm: StageTimes, flow: Flow) -> tuple[tuple[str, ...], ...]:
-    def percent(value: Num) -> str:
-        return f"{100 * float(np.ravel(value)[0]):.1f} %"
+def _table(row: Row, calm: StageTimes, flow: Flow) -> tuple[tuple[str, ...], ...]:
+    """Work and transfers of a step of decodes, and the mean time for which a batch takes the stage."""
 
+    def percent(value: float) -> str:
+        return f"{100 * value:.1f} %"
+
+    head = ("", "layers", "layer equivalents", "work, ms", "transfer in, ms", "slot, ms", "share of the time")
     stages = [
-        (f"stage {i}", f"{float(np.ravel(work)[0]) / MS:.2f}", f"{float(np.ravel(hop)[0]) / MS:.3f}", percent(busy))
-        for i, (work, hop, busy) in enumerate(zip(calm.work, calm.hops, flow.utilisation, strict=True))
+        (
+            f"stage {stage.stage}",
+            str(stage.layers),
+            str(stage.layer_equivalents),
+            f"{float(np.ravel(work)[0]) / MS:.2f}",
+            f"{float(np.ravel(hop)[0]) / MS:.3f}",
+            f"{stage.slot_ms:.2f}",
+            percent(stage.busy),
+        )
+        for stage, work, hop in zip(row.stages or (), calm.work, calm.hops, strict=True)
     ]
-    causes = [(f"idle: {cause}", "", "", percent(flow.bubbles[cause])) for cause in CAUSES]
-    return (("", "work, ms", "transfer in, ms", "share of the time"), *stages, *causes)
+    causes = [(f"idle: {cause}", *[""] * 5, percent(float(np.ravel(flow.bubbles[cause])[0]))) for cause in CAUSES]
+    return (head, *stages, *causes)
 
 
 def _blocks(slots: list[Slot]) -> list[Block]:

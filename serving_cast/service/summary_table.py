@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -86,9 +86,9 @@ def _best(summary: OptimizerSummary) -> list[Text]:
             )
         )
     elif summary.setting.config.mode is Mode.DISAGGREGATED:
-        out += [Text(_best_line(row), style="bold") for row in map(summary.best_of, summary.phases) if row is not None]
+        out += [line for row in map(summary.best_of, summary.phases) if row is not None for line in _best_lines(row)]
     else:
-        out.append(Text(_best_line(summary.candidates[0]), style="bold"))
+        out += _best_lines(summary.candidates[0])
     note = summary.message()
     if note:
         out.append(Text(note))
@@ -96,6 +96,26 @@ def _best(summary: OptimizerSummary) -> list[Text]:
         least = min(row.coverage for row in summary.candidates)
         out.append(Text(f"coverage is {100 * least:.1f} %: some ops have no price and add no time", style="yellow"))
     return out
+
+
+def _best_lines(row: Row) -> list[Text]:
+    return [Text(_best_line(row), style="bold"), *(Text(line) for line in _stage_lines(row))]
+
+
+def _stage_lines(row: Row) -> list[str]:
+    """Which stage is the straggler, side by side."""
+    stages = row.stages or ()
+    if not stages:
+        return []
+
+    def each(values: Iterable[object]) -> str:
+        return " | ".join(map(str, values))
+
+    layers = each(stage.layers for stage in stages)
+    equivalents = each(stage.layer_equivalents for stage in stages)
+    counted = f" ({equivalents} with each draft pass counted)" if equivalents != layers else ""
+    slots, busy = each(f"{stage.slot_ms:,.2f}" for stage in stages), each(f"{stage.busy:.0%}" for stage in stages)
+    return [f"its stages: {layers} layers{counted}, {slots} ms for a batch, busy {busy} of the time"]
 
 
 def _best_line(row: Row) -> str:

@@ -18,6 +18,8 @@ from serving_cast.service.points import LayoutPoints
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import Pipe, StagedPricer, solve_staged
 from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
+from tensor_cast.core.capacity import CapacityPlanner
+from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.errors import ConfigError, LegalityError
 from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.performance_model.pipeline import steady_flow
@@ -250,6 +252,44 @@ def test_a_safe_partition_costs_the_same_whatever_is_asked(dcp: int) -> None:
     rows = {split: glm_points("42,36", split, dcp=dcp).row(7) for split in (None, *DsaSplit)}
     assert len(set(rows.values())) == 1
     assert rows[None].own_indexer_layers is rows[None].unsafe_layers is None
+
+
+def test_weights_are_those_of_capacity() -> None:
+    """GLM-5.3-W4A16 in 41,37 at TP 4 with three draft tokens: 50.243 GiB, and 50.178 with 17.8755 MiB for layer 41."""
+    asks = {"model": "zai-org/GLM-5.3-W4A16", "tp_size": 4, "pp_size": 2, "num_mtp_tokens": 3}
+    planner = CapacityPlanner(CapacityConfig.create(**asks, device="A800_80G_SXM", dsa_split="self-compute"))
+    config = asked(
+        model="zai-org/GLM-5.3-W4A16",
+        devices=("A800_80G_SXM",),
+        workload=Workload(4096, 512, 0, 3),
+        dsa_split="self-compute",
+    )
+    factory = TracedCostsFactory(make_setting(config, "A800_80G_SXM"))
+    parallel = ParallelConfig(tp_size=4, pp_size=2, pp_layer_partition=(41, 37))
+    costs = factory.costs(parallel, BOTH)
+    assert isinstance(costs, StagedCosts)
+    weights = [stage.weight_bytes for stage in costs.stages]
+    assert weights == [stage.weights for stage in planner.plan((41, 37)).stages]
+    assert [round(size / 2**30, 3) for size in weights] == [50.243, 50.195]
+    plain = replace(config, dsa_split="unsafe")
+    without = TracedCostsFactory(make_setting(plain, "A800_80G_SXM")).costs(parallel, BOTH)
+    assert isinstance(without, StagedCosts)
+    assert weights[1] - without.stages[1].weight_bytes == 9_371_904 * 2
+
+
+def test_stages_of_a_row() -> None:
+    """The draft layer runs three times a step: 39 layers do the work of 42, and hold the others up."""
+    row = glm_points("39,39", "self-compute").row(15)
+    first, last = row.stages
+    assert [(s.stage, s.layers, s.layer_equivalents) for s in row.stages] == [(0, 39, 39), (1, 39, 42)]
+    assert last.slot_ms > first.slot_ms
+    assert last.busy > first.busy
+    assert row.pp_utilization == pytest.approx((first.busy + last.busy) / 2)
+    # Two batches a cycle, which is a TPOT times 1 + 0.85 + 0.85^2 + 0.85^3 tokens; a slot is work and transfer.
+    cycle = row.tpot_ms * (1 + 0.85 + 0.85**2 + 0.85**3)
+    assert 2 * last.slot_ms >= last.busy * cycle
+    assert first.busy == pytest.approx(2 * first.slot_ms / cycle)  # nothing is sent to the first stage
+    assert json.loads(json.dumps(row.to_json()))["stages"][1]["layer_equivalents"] == 42
 
 
 def test_own_indexers_under_dcp() -> None:

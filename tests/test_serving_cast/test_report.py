@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -83,7 +84,16 @@ def test_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = [title for *_, title in rects(pictures[0]) if title.startswith("weights")]
     assert weights == ["weights: 16.43 GiB", "weights: 16.43 GiB"]
     assert "stage 1: layers 40-79" in text
+    out = json.loads(capsys.readouterr().out)
+    head, first, last, *idle = re.findall(r"<tr>(.*?)</tr>", text.split("Batches over stages")[1], re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in (head, first, last)]
+    assert [c[:3] for c in cells] == [
+        ["", "layers", "layer equivalents"],
+        ["stage 0", "40", "40"],
+        ["stage 1", "40", "40"],
+    ]
+    assert [c[5] for c in cells[1:]] == [f"{stage['slot_ms']:.2f}" for stage in out["best"]["stages"]]
+    assert len(idle) == 5
     assert {title[:2] for *_, title in rects(pictures[1])} >= {"A1", "A2"}
     assert {title[:1] for *_, title in rects(pictures[2])} == {"A", "B"}
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
-    capsys.readouterr()
