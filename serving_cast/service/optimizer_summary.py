@@ -79,6 +79,7 @@ class OptimizerSummary:
             "cp_kv_cache_interleave_size": s.interleave,
             "max_batched_tokens": s.budget,
             "max_num_seqs": s.max_num_seqs,
+            "pp_extra_batches": s.engine.pp_extra_batches,
             "max_position_embeddings": s.model.max_position_embeddings,
             "kv_dtype": s.quant.kv_dtype,
             "quantization": s.quant.source,

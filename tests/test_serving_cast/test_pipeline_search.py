@@ -107,11 +107,9 @@ def test_row_of_a_pipeline() -> None:
 
 
 def test_an_extra_batch_in_flight() -> None:
-    setting = make_setting(asked(mode=Mode.DISAGGREGATED), "H100_SXM")
-    engine = setting.engine.model_copy(update={"pp_extra_batches": 1})
     points = {}
-    for name, chosen in (("p", setting.engine), ("p+1", engine)):
-        evaluation = ParallelRunner(replace(setting, engine=chosen)).evaluate()
+    for name, extra in (("p", None), ("p+1", 1)):
+        evaluation = runner(mode=Mode.DISAGGREGATED, pp_extra_batches=extra).evaluate()
         points[name] = next(p for p in evaluation.points if p.phase == "decode")
     assert points["p+1"].row(9).concurrency == 30
     assert points["p+1"].row(9).pp_utilization > points["p"].row(9).pp_utilization
@@ -165,10 +163,12 @@ def test_mtp_counts_on_the_last_stage() -> None:
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     base = [LLAMA, "--device", "H100_SXM", "--num-devices", "8", "--input-length", "4096", "--output-length", "512"]
     sizes = ["--tp-sizes", "4", "--dp-sizes", "1", "--dcp-sizes", "1", "--pp-sizes", "1,2", "--format", "json"]
-    assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,39"]) == 0
+    assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,39", "--pp-extra-batches", "1"]) == 0
     out = json.loads(capsys.readouterr().out)
     assert {row["parallel"]: row["pp_layer_partition"] for row in out["candidates"]} == {"tp4": None, "tp4pp2": "41,39"}
+    assert {row["parallel"]: row["batches_in_flight"] for row in out["candidates"]} == {"tp4": 1, "tp4pp2": 3}
     assert out["inputs"]["pp_sizes"] == [1, 2]
+    assert out["inputs"]["pp_extra_batches"] == 1
     assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,40"]) == 0
     out = json.loads(capsys.readouterr().out)
     (rejection,) = out["rejections"]
@@ -179,6 +179,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     ("values", "message"),
     [
         ({"space": SearchSpace(), "pp_layer_partition": "41,39"}, "--pp-sizes"),
+        ({"pp_extra_batches": -1}, "--pp-extra-batches must be an integer of at least 0"),
         ({"dsa_split": "what"}, "--dsa-split must be self-compute, send-indices, unsafe; found 'what'"),
     ],
 )
