@@ -234,8 +234,12 @@ class OptimizerConfig:
         devices: device names; each is searched on its own with ``num_devices`` of it.
         limits: one scenario for each entry and device.
         max_batched_tokens: token budget of a step.
+        max_model_len: tokens of the longest request that the engine is started for, which sizes buffers of its kernels;
+            None is the workload's with its draft tokens.
+        gpu_memory_utilization: share of usable memory that the engine takes.
         pp_layer_partition: layers of each pipeline stage as ``"41,37"``, or ``"auto"`` for the best of every size; None
             is the engine's own rule.
+        pp_extra_batches: batches that a pipeline keeps in flight beyond one for each stage; None is the engine's own.
         dsa_split: how to go on where a stage would read top-k indices that it never wrote; see
             :class:`tensor_cast.pipeline_partition.DsaSplit`. None refuses such partitions.
         prefill_devices_per_instance, decode_devices_per_instance: of the PD-ratio mode; None tries every size.
@@ -261,7 +265,10 @@ class OptimizerConfig:
     quantize_attention_action: str | None = None
     reserved_memory_gb: float = 0.0
     max_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
     pp_layer_partition: str | None = None
+    pp_extra_batches: int | None = None
     dsa_split: DsaSplit | None = None
     fusion: bool = True
     strict: bool = False
@@ -277,16 +284,28 @@ class OptimizerConfig:
             "block_size",
             "cp_kv_cache_interleave_size",
             "max_batched_tokens",
+            "max_model_len",
             "prefill_devices_per_instance",
             "decode_devices_per_instance",
         ):
             value = getattr(self, name)
             if value is not None:
                 _require_count(f"--{name.replace('_', '-')}", value)
+        if self.max_model_len is not None and self.max_model_len < self.workload.total_tokens:
+            raise ConfigError(
+                f"--max-model-len must hold a request of {self.workload.total_tokens} tokens (input and output), found "
+                f"{self.max_model_len}"
+            )
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, found {self.gpu_memory_utilization:g}"
+            )
         if not (math.isfinite(self.reserved_memory_gb) and self.reserved_memory_gb >= 0):
             raise ConfigError(f"--reserved-memory-gb must be 0 or more, found {self.reserved_memory_gb:g}")
         if self.pp_layer_partition is not None and max(self.space.pp) == 1:
             raise ConfigError("--pp-layer-partition needs stages to divide the layers over; add --pp-sizes 2 or more")
+        if self.pp_extra_batches is not None:
+            _require_count("--pp-extra-batches", self.pp_extra_batches, least=0)
         if self.dsa_split is not None:
             object.__setattr__(self, "dsa_split", parse_dsa_split(self.dsa_split))
         if not self.devices or not self.limits:

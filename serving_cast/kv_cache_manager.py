@@ -7,11 +7,14 @@ DCP leaves the physical cache alone. A block still holds ``block_size`` tokens o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from serving_cast.config import ParallelConfig
-from tensor_cast.engine.kv_cache import request_kv_bytes
+from tensor_cast.engine.kv_cache import cache_layers, request_kv_bytes
+from tensor_cast.engine.kv_groups import CacheGroup, RequestBlocks, build_groups, request_blocks, with_drafts
 from tensor_cast.model_config import ModelConfig
-from tensor_cast.units import GIB, ceil_div
+from tensor_cast.units import ceil_div
 
 __all__ = [
     "KVCacheManager",
@@ -64,13 +67,18 @@ def attn_lse_local_bytes(
 
 @dataclass(frozen=True)
 class KVCacheManager:
-    """KV accounting of one rank, in whole blocks as the engine allocates them.
+    """KV accounting of the ranks of one pipeline stage, in whole blocks as the engine allocates them.
+
+    Layers form groups over all stages; each group takes blocks of one pool, whose size the widest group of the stage
+    sets (:mod:`tensor_cast.engine.kv_groups`).
 
     Args:
         kv_dtype: element type of the cache.
         num_mtp_tokens: draft tokens that each request reserves slots for.
-        layers: those of one pipeline stage, draft layers among them; None for all.
+        layers: those of the stage, draft layers among them; None for all.
         own_indexers: layers that get an indexer although they share top-k indices.
+        max_model_len: tokens of the longest request; None where draft tokens always have slots.
+        in_flight: tokens that may be scheduled at once, before blocks behind a window are freed.
     """
 
     model: ModelConfig
@@ -81,38 +89,59 @@ class KVCacheManager:
     num_mtp_tokens: int = 0
     layers: range | None = None
     own_indexers: tuple[int, ...] = ()
+    max_model_len: int | None = None
+    in_flight: int = 0
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "block_size": self.block_size,
+            "kv_dtype": self.kv_dtype,
+            "dcp_semantics": self.dcp_semantics,
+            "num_mtp_tokens": self.num_mtp_tokens,
+            "extra_indexers": self.own_indexers,
+        }
+
+    @cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Groups of the caches of all stages."""
+        return build_groups(cache_layers(self.model, self.parallel.to_tensor_cast(), **self._options()))
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block on a rank of the stage; engines keep one such block as the null block."""
+        return max(group.block_bytes(self.layers) for group in self.groups)
+
+    def request_blocks(self, tokens: int) -> RequestBlocks:
+        """Blocks of one request that ends with ``tokens`` tokens, the slots of its next draft tokens included."""
+        slots = with_drafts(tokens, self.num_mtp_tokens, self.max_model_len or tokens + self.num_mtp_tokens)
+        return request_blocks(self.groups, slots, dcp=self.parallel.dcp_size, in_flight=self.in_flight)
 
     def request_bytes(self, tokens: int) -> int:
-        """Bytes of one request that holds ``tokens`` tokens and the slots of its next draft tokens."""
-        return self._bytes(tokens + self.num_mtp_tokens)
+        """Bytes of the stage's caches of one request with ``tokens`` tokens and the slots of its next draft tokens.
 
-    def _bytes(self, tokens: int) -> int:
+        What has to be moved to hand the request over: only what windows reach, and no padding of groups.
+        """
         return int(
             request_kv_bytes(
                 self.model,
                 self.parallel.to_tensor_cast(),
-                tokens=tokens,
-                block_size=self.block_size,
-                kv_dtype=self.kv_dtype,
-                dcp_semantics=self.dcp_semantics,
-                num_mtp_tokens=self.num_mtp_tokens,
+                tokens=tokens + self.num_mtp_tokens,
                 layers=self.layers,
-                extra_indexers=self.own_indexers,
+                **self._options(),
             )
         )
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers of the rank; engines keep one such block as the null block."""
-        return self._bytes(1)
+    def pool_bytes(self, requests: Any, tokens: int) -> Any:
+        """Bytes of the pool that ``requests`` requests (a number or an array) of ``tokens`` tokens take."""
+        return self.request_blocks(tokens).of(requests) * self.block_bytes
 
-    def batch_gib(self, batch_size: int, tokens: int) -> float:
-        """GiB of ``batch_size`` requests of ``tokens`` tokens each."""
-        return batch_size * self.request_bytes(tokens) / GIB
+    def prompt_bytes(self, requests: Any, tokens: int) -> Any:
+        """As :meth:`pool_bytes` where all of them compute their prompts: no block behind a window is free yet."""
+        return requests * self.request_blocks(tokens).admitted * self.block_bytes
 
     def max_requests(self, pool_bytes: float, tokens: int) -> int:
         """Most requests of ``tokens`` tokens that a pool holds beside the null block."""
-        return max(0, int((pool_bytes - self.block_bytes) // self.request_bytes(tokens)))
+        return self.request_blocks(tokens).fitting(max(0, self.num_blocks(pool_bytes) - 1))
 
     def num_blocks(self, pool_bytes: float) -> int:
         """Blocks that a pool of ``pool_bytes`` is divided into, the null block included."""
@@ -122,7 +151,7 @@ class KVCacheManager:
         """Tokens of KV cache as engines report them at start-up.
 
         ``int(num_blocks / blocks_per_request * max_model_len)``: the engine multiplies its float concurrency by the
-        longest request, and truncates. Models whose layers all have blocks of the same tokens; engines group others.
+        longest request, and truncates.
         """
-        blocks_per_request = self._bytes(max_model_len) / self.block_bytes
-        return int(self.num_blocks(pool_bytes) / blocks_per_request * max_model_len)
+        longest = request_blocks(self.groups, max_model_len, dcp=self.parallel.dcp_size, in_flight=self.in_flight)
+        return int(self.num_blocks(pool_bytes) / longest.admitted * max_model_len)

@@ -82,6 +82,8 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
     """
     device = load_device(device_name)
     engine = load_engine(config.engine or default_engine(device))
+    if config.pp_extra_batches is not None:
+        engine = engine.model_copy(update={"pp_extra_batches": config.pp_extra_batches})
     model = load_model_config(config.model)
     semantics = config.dcp_semantics or engine.dcp_semantics
     get_semantics(semantics)  # an unknown name is an error here, not in the first layout
@@ -300,11 +302,11 @@ class ParallelRunner:
             # Chunks of one prompt may fill the pipeline; else as many prompts as batches are under way.
             chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
             resident = max(1.0, costs.batches_in_flight / chunks)
-            memory = StagedMemory(tuple(self._memory(phase, stage, grid, resident) for stage in costs.stages))
+            memory = StagedMemory(tuple(self._memory(stage, grid, resident) for stage in costs.stages))
             prompt = max(stage.kv_bytes(w.input_length) for stage in costs.stages)
         else:
             state = _solve(grid, costs)
-            memory = self._memory(phase, costs, grid)
+            memory = self._memory(costs, grid)
             prompt = costs.kv_bytes(w.input_length)
         return LayoutPoints(
             phase=phase,
@@ -321,17 +323,14 @@ class ParallelRunner:
             pipeline=pipeline,
         )
 
-    def _memory(self, phase: str, costs: LayoutCosts, grid: Grid, batches: float = 1.0) -> LayoutMemory:
+    def _memory(self, costs: LayoutCosts, grid: Grid, batches: float = 1.0) -> LayoutMemory:
         """Memory of one rank with the KV of ``batches`` batches; only one of them runs at a time."""
-        w = self.setting.workload
-        # A prefill instance hands its KV over; it never holds the output.
-        kv = costs.kv_bytes(w.input_length if phase == "prefill" else w.total_tokens)
         return LayoutMemory(
             available=self.setting.available_bytes,
             weights=costs.weight_bytes,
             overhead=costs.overhead_bytes,
             activation=costs.activation_bytes(grid),
-            kv=grid.batches * kv * batches,
+            kv=costs.pool_bytes(grid, batches),
         )
 
     # -- answers ------------------------------------------------------------------------------------------------

@@ -68,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layers of each stage, or auto for the best; default: vLLM's own rule",
     )
     space.add_argument(
+        "--pp-extra-batches",
+        metavar="N",
+        help="batches in flight beyond one for each stage: 1 for vLLM's asynchronous scheduling with its second model "
+        "runner (default: the engine's, 0)",
+    )
+    space.add_argument(
         "--dsa-split",
         metavar="HOW",
         help="where a stage lacks the top-k indices that its first layers reuse: self-compute (those layers get an "
@@ -93,6 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--engine", metavar="NAME", help="vllm or vllm-ascend")
     engine.add_argument("--dcp-semantics", metavar="NAME", help="vllm-ascend, vllm or rfc")
     engine.add_argument("--max-batched-tokens", metavar="TOKENS", help="token budget of a step")
+    engine.add_argument(
+        "--max-model-len", metavar="TOKENS", help="tokens of the longest request (default: the workload's)"
+    )
+    engine.add_argument("--gpu-memory-utilization", metavar="SHARE", help="of the memory that the engine takes")
     engine.add_argument("--block-size", metavar="TOKENS", help="tokens of a KV block")
     engine.add_argument("--cp-kv-cache-interleave-size", metavar="TOKENS", help="consecutive tokens on one DCP rank")
     engine.add_argument(
@@ -166,7 +176,10 @@ def config_of(args: argparse.Namespace) -> OptimizerConfig:
         quantize_attention_action=args.quantize_attention_action,
         reserved_memory_gb=_one(args, "reserved_memory_gb", float),
         max_batched_tokens=_maybe(args, "max_batched_tokens", int),
+        max_model_len=_maybe(args, "max_model_len", int),
+        gpu_memory_utilization=_maybe(args, "gpu_memory_utilization", float),
         pp_layer_partition=args.pp_layer_partition,
+        pp_extra_batches=_maybe(args, "pp_extra_batches", int),
         dsa_split=args.dsa_split,
         fusion=not args.no_fusion,
         strict=args.strict,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,9 @@ from serving_cast.config import OptimizerConfig, ParallelConfig, Workload
 from serving_cast.kv_cache_manager import KVCacheManager
 from serving_cast.service.chunk_gather import ChunkGather
 from serving_cast.service.steady_state import AggregatedGrid, ContextGather, DecodeGrid, PrefillGrid, StepPricer
+from tensor_cast.core.start_up import RankMemory, StartUp, profile_layout
 from tensor_cast.device.profile import DeviceProfile
+from tensor_cast.engine.kv_formats import resolve_kv_format
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.program import Layout
@@ -25,7 +27,7 @@ from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.model_config import ModelConfig
 from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator
-from tensor_cast.performance_model.memory import activation_peak_bytes, weight_bytes
+from tensor_cast.performance_model.memory import activation_peak_bytes
 from tensor_cast.pipeline_partition import Partition
 from tensor_cast.quant import QuantConfig
 from tensor_cast.units import GIB
@@ -42,15 +44,12 @@ __all__ = [
     "TracedCosts",
     "TracedCostsFactory",
     "bound_seconds",
+    "rank_memory",
     "step_parts",
 ]
 
 Array = NDArray[np.float64]
 Grid = AggregatedGrid | DecodeGrid | PrefillGrid
-
-#: Tokens of earlier context that a prefill chunk expands at a time; engines work through longer contexts piece by
-#: piece (vLLM: chunked_prefill_workspace_size <= 64 Ki tokens).
-_CONTEXT_WORKSPACE_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,33 @@ class Setting:
         """Device, engine and DCP semantics, as rows show them."""
         return self.device.name, self.engine.name, self.dcp_semantics
 
+    @cached_property
+    def start_up(self) -> StartUp:
+        """What the engine is started with; the longest request is the workload's unless the user says otherwise.
+
+        Raises:
+            ConfigError: the KV dtype is not one for the model.
+        """
+        w, c = self.workload, self.config
+        return StartUp(
+            model=self.model,
+            device=self.device,
+            engine=self.engine,
+            quant=self.quant,
+            form=resolve_kv_format(self.model, self.quant.kv_dtype),
+            dcp_semantics=self.dcp_semantics,
+            block_size=self.block_size,
+            max_model_len=c.max_model_len or w.total_tokens + w.num_mtp_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_batched_tokens=self.budget,
+            utilization=c.gpu_memory_utilization or self.engine.gpu_memory_utilization,
+            num_mtp_tokens=w.num_mtp_tokens,
+        )
+
     @property
     def available_bytes(self) -> float:
         """What the engine may use of a device's memory."""
-        return float(self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization)
+        return float(self.start_up.budget)
 
 
 class LayoutCosts(Protocol):
@@ -123,7 +145,11 @@ class LayoutCosts(Protocol):
         ...
 
     def kv_bytes(self, tokens: int) -> int:
-        """KV of one request of ``tokens`` tokens on one rank."""
+        """KV of one request of ``tokens`` tokens on one rank, as it is moved."""
+        ...
+
+    def pool_bytes(self, grid: Grid, batches: float = 1.0) -> Array:
+        """KV of ``batches`` batches of each size of the grid on one rank, as the engine's pool holds it."""
         ...
 
     def activation_bytes(self, grid: Grid) -> Array:
@@ -155,20 +181,24 @@ class CostsFactory(Protocol):
 class TracedCosts:
     """Costs from traces of the model, or of one of its pipeline stages, whose ``layers`` are given.
 
-    ``own_indexers`` are layers that the traces give an indexer though in the model they share top-k indices.
+    Args:
+        memory: of the ranks of the layout.
+        own_indexers: layers that the traces give an indexer though in the model they share top-k indices.
     """
 
     setting: Setting
     parallel: ParallelConfig
+    memory: RankMemory
     decode: StepEstimator | None = None
     prefill: StepEstimator | None = None
     layers: range | None = None
     own_indexers: tuple[int, ...] = ()
-    kv: KVCacheManager = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def kv(self) -> KVCacheManager:
+        """Caches of the stage."""
         s = self.setting
-        manager = KVCacheManager(
+        return KVCacheManager(
             s.model,
             self.parallel,
             s.block_size,
@@ -177,14 +207,15 @@ class TracedCosts:
             s.workload.num_mtp_tokens,
             self.layers,
             self.own_indexers,
+            s.start_up.max_model_len,
+            s.start_up.in_flight(self.parallel.pp_size),
         )
-        object.__setattr__(self, "kv", manager)
 
     @property
-    def _main(self) -> StepEstimator:
-        main = self.decode or self.prefill
-        assert main is not None
-        return main
+    def _decoder(self) -> range:
+        """Decoder layers of the stage, draft layers left out."""
+        count = self.setting.model.num_hidden_layers
+        return range(count) if self.layers is None else range(self.layers.start, min(self.layers.stop, count))
 
     @property
     def host_s(self) -> float:
@@ -194,17 +225,15 @@ class TracedCosts:
     @cached_property
     def weight_bytes(self) -> int:
         """Weights on the fullest rank."""
-        return weight_bytes(self._main.trace, self.setting.quant)
+        own = self._decoder
+        given = sum(layer in own for layer in self.own_indexers)
+        return self.memory.weights(own.start, own.stop, extra_indexers=given)
 
     @cached_property
     def overhead_bytes(self) -> float:
         """Outside the allocator, captured graphs, reserved memory and the null block."""
-        engine = self.setting.engine
-        p = self.parallel
-        # Ranks of a DP group that share no experts never talk to each other.
-        talking = p.tp_size * p.pp_size * (p.dp_size if self.setting.model.is_moe else 1)
-        gib = engine.non_torch_gib_for(talking) + engine.graph_gib + self.setting.config.reserved_memory_gb
-        return gib * GIB + self.kv.block_bytes
+        reserved = self.setting.config.reserved_memory_gb * GIB
+        return self.memory.non_torch + self.setting.start_up.graph_bytes + reserved + self.kv.block_bytes
 
     @cached_property
     def coverage(self) -> float:
@@ -228,31 +257,30 @@ class TracedCosts:
         )
 
     def kv_bytes(self, tokens: int) -> int:
-        """KV of one request of ``tokens`` tokens on one rank, in whole blocks."""
+        """KV of one request of ``tokens`` tokens on one rank, in whole blocks, as it is moved."""
         return self.kv.request_bytes(tokens)
+
+    def pool_bytes(self, grid: Grid, batches: float = 1.0) -> Array:
+        """The part of the KV pool that ``batches`` batches of each size take. Only one of them runs at a time."""
+        w = self.setting.workload
+        if isinstance(grid, PrefillGrid):  # hands its KV over; it never holds the output
+            pool = self.kv.prompt_bytes(grid.batches * batches, w.input_length)
+        else:
+            pool = self.kv.pool_bytes(grid.batches * batches, w.total_tokens)
+        return np.asarray(pool, dtype=np.float64)
+
+    @cached_property
+    def profile_bytes(self) -> int:
+        """Activation peak of the engine's profile run, which sizes the KV pool."""
+        return self.memory.activation(self._decoder.start, self._decoder.stop)
 
     def activation_bytes(self, grid: Grid) -> Array:
         """The engine's profile run of a full token budget, or the decode step itself where that needs more."""
-        s = self.setting
-        peak = np.full(len(grid.batches), float(self._profile_peak(s.workload.input_length, s.budget)))
+        peak = np.full(len(grid.batches), float(self.profile_bytes))
         if self.decode is not None and not isinstance(grid, PrefillGrid):
             env = grid.decode_env if isinstance(grid, AggregatedGrid) else grid.env
             peak = np.maximum(peak, activation_peak_bytes(self.decode.prepared, env))
         return peak
-
-    def peak_bytes(self, env: Mapping[str, Num]) -> float:
-        """Activation peak of one step of the phase with the larger steps."""
-        main = self.prefill or self.decode
-        assert main is not None
-        return float(activation_peak_bytes(main.prepared, env))
-
-    def _profile_peak(self, input_length: int, budget: int) -> float:
-        """Engines size the KV pool after a run with as many prompt tokens as a step may hold."""
-        if self.prefill is None:
-            return 0.0
-        query = min(input_length, budget)
-        context = min(input_length, query + _CONTEXT_WORKSPACE_TOKENS)
-        return float(activation_peak_bytes(self.prefill.prepared, {"B": budget / query, "Q": query, "S": context}))
 
     def bound(self, grid: Grid, index: int) -> str:
         """The resource that most of the mean step waits for, at one batch size. The host's share is latency."""
@@ -299,6 +327,12 @@ def step_parts(
     ]
 
 
+def rank_memory(setting: Setting, library: TraceLibrary, parallel: ParallelConfig) -> RankMemory:
+    """Memory of the ranks of a layout, as ``msmodeling capacity`` has it."""
+    sizes = parallel.to_tensor_cast()
+    return RankMemory(setting.start_up, sizes, library.compose(profile_layout(setting.start_up, sizes)))
+
+
 class TracedCostsFactory:
     """Traces what a search needs once and prices it per layout."""
 
@@ -327,7 +361,13 @@ class TracedCostsFactory:
 
             return build_staged(self.setting, self.library, parallel, {p: self._layout(parallel, p) for p in phases})
         estimators = {phase: self._estimator(parallel, phase) for phase in phases}
-        return TracedCosts(self.setting, parallel, estimators.get(Phase.DECODE), estimators.get(Phase.PREFILL))
+        return TracedCosts(
+            self.setting,
+            parallel,
+            rank_memory(self.setting, self.library, parallel),
+            estimators.get(Phase.DECODE),
+            estimators.get(Phase.PREFILL),
+        )
 
     def _layout(self, parallel: ParallelConfig, phase: Phase) -> Layout:
         s = self.setting

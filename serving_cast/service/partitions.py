@@ -159,15 +159,13 @@ def _memory(costs: StagedCosts) -> _Pieces:
     """Bytes of a rank without its KV cache, whose null block counts as cache."""
     setting = costs.setting
     count = setting.model.num_hidden_layers
-    query = min(setting.workload.input_length, setting.budget)
-    env = {"B": setting.budget / query, "Q": float(query), "S": float(setting.workload.input_length)}
     layers: dict[int, float] = {}
     ends = []
     for stage in costs.stages:
         own = {layer: nbytes for layer, nbytes in _layer_weights(stage).items() if layer < count}
         layers |= own
         outside = stage.overhead_bytes - stage.kv.block_bytes
-        ends.append(stage.weight_bytes - sum(own.values()) + stage.peak_bytes(env) + outside)
+        ends.append(stage.weight_bytes - sum(own.values()) + stage.profile_bytes + outside)
     return _Pieces(layers, ends)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from serving_cast.config import ParallelConfig
-from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, bound_seconds
+from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, bound_seconds, rank_memory
 from serving_cast.service.staged_state import Pipe, StagedPricer
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.ir.index_sharing import Handover, hand_over
@@ -109,6 +109,7 @@ def build_staged(
             work.setdefault(phase, []).append(_estimator(setting, layout, inside, number))
             wires.setdefault(phase, []).append(_estimator(setting, layout, crossing, number))
     drafts = min(setting.model.num_nextn_predict_layers, setting.workload.num_mtp_tokens)
+    memory = rank_memory(setting, library, parallel)
     stages = []
     for number, own in enumerate(stage_ranges(partition)):
         last = number == len(partition) - 1
@@ -116,6 +117,7 @@ def build_staged(
             TracedCosts(
                 setting,
                 parallel,
+                memory,
                 work[Phase.DECODE][number] if Phase.DECODE in work else None,
                 work[Phase.PREFILL][number] if Phase.PREFILL in work else None,
                 range(own.start, own.stop + drafts) if last else own,

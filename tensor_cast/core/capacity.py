@@ -130,7 +130,8 @@ class CapacityPlanner(StagePlanner):
 
     def resident(self, plan: CapacityPlan, length: int) -> int:
         """Requests of ``length`` tokens that stay resident at once, in whole blocks beside the null block."""
-        return self._request_blocks(plan, length).fitting(plan.capacity.usable_blocks)
+        slots = with_drafts(length, self.config.num_mtp_tokens, self.max_model_len)
+        return self._request_blocks(plan, slots).fitting(plan.capacity.usable_blocks)
 
     def longest_request(self, plan: CapacityPlan) -> int:
         """Tokens of the longest request that fits beside the null block; 0 if none does."""
@@ -143,11 +144,11 @@ class CapacityPlanner(StagePlanner):
                 beyond = middle
         return fits
 
-    def _request_blocks(self, plan: CapacityPlan, length: int) -> RequestBlocks:
+    def _request_blocks(self, plan: CapacityPlan, tokens: int) -> RequestBlocks:
         flips = plan.unsafe_layers if self.config.dsa_split is DsaSplit.SELF_COMPUTE else ()
         return request_blocks(
             self._groups(flips),
-            with_drafts(length, self.config.num_mtp_tokens, self.max_model_len),
+            tokens,
             dcp=self.config.dcp_size,
             in_flight=self.start_up.in_flight(self.config.pp_size),
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.record import Segment, Trace
+from tensor_cast.performance_model.memo import Memo
 from tensor_cast.performance_model.memory import activation_peak_bytes, resident_bytes
 from tensor_cast.quant import QuantConfig
 
@@ -59,14 +60,22 @@ class ModelWeights:
         return total
 
 
+_WEIGHTS: Memo[ModelWeights] = Memo(1024)
+
+
 def model_weights(trace: Trace, quant: QuantConfig, num_layers: int) -> ModelWeights:
-    """The weights of ``trace``'s model on one rank.
+    """The weights of ``trace``'s model on one rank; remembered, as many layouts share their parts.
 
     Args:
         trace: of the whole model; with draft tokens also the draft module's.
         quant: how parameters are stored.
         num_layers: decoder layers of the model.
     """
+    key = (tuple((id(segment.part), segment.layers) for segment in trace.segments), quant, num_layers)
+    return _WEIGHTS.get(key, trace.segments, lambda: _count(trace, quant, num_layers))
+
+
+def _count(trace: Trace, quant: QuantConfig, num_layers: int) -> ModelWeights:
     by_layer: Counter[int] = Counter()
     ends = [0, 0]
     copies = indexer = 0

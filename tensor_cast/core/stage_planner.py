@@ -7,6 +7,7 @@ Source: vLLM 0.30 ``v1/worker/gpu_worker.py``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,20 +15,15 @@ from tensor_cast.core.calibration import Calibration
 from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.core.capacity_plan import StageMemory
 from tensor_cast.core.measured import Measured, StageKind, stage_kind
-from tensor_cast.core.stage_memory import ModelWeights, StageActivations, model_weights
+from tensor_cast.core.start_up import RankMemory, StartUp, profile_layout
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.device.catalog import load_device
-from tensor_cast.dtypes import bits_of
 from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.kv_cache import indexer_layers
 from tensor_cast.engine.kv_formats import resolve_kv_format
 from tensor_cast.engine.limits import step_limits
-from tensor_cast.engine.workspaces import Workspaces, requested_bytes, sampler_bytes, workspaces
+from tensor_cast.engine.workspaces import requested_bytes
 from tensor_cast.errors import ConfigError, UnsupportedModelError
-from tensor_cast.ir.fuse import fuse_trace
-from tensor_cast.ir.program import Layout
-from tensor_cast.ir.quantize import quantize_trace
-from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.parallel import check
@@ -38,7 +34,7 @@ from tensor_cast.pipeline_partition import (
     stage_ranges,
 )
 from tensor_cast.quant import QuantConfig
-from tensor_cast.units import GIB, ceil_div
+from tensor_cast.units import GIB
 
 __all__ = ["StagePlanner"]
 
@@ -86,10 +82,21 @@ class StagePlanner:
         if not self.max_model_len:
             raise ConfigError(f"{self.model.model_id} names no number of positions; give --max-model-len")
         limits = step_limits(self.engine, self.device)
-        self.max_batched_tokens = config.max_num_batched_tokens or limits.max_batched_tokens
-        self.max_num_seqs = config.max_num_seqs or limits.max_num_seqs
         measured_share = None if calibration is None else calibration.gpu_memory_utilization
-        self.utilization = config.gpu_memory_utilization or measured_share or self.engine.gpu_memory_utilization
+        self.start_up = StartUp(
+            model=self.model,
+            device=self.device,
+            engine=self.engine,
+            quant=self.quant,
+            form=self.form,
+            dcp_semantics=self.semantics,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs or limits.max_num_seqs,
+            max_batched_tokens=config.max_num_batched_tokens or limits.max_batched_tokens,
+            utilization=config.gpu_memory_utilization or measured_share or self.engine.gpu_memory_utilization,
+            num_mtp_tokens=config.num_mtp_tokens,
+        )
         self.full = indexer_layers(self.model)
         check(
             self.model,
@@ -117,7 +124,7 @@ class StagePlanner:
         weights = non_torch = activation = graph = None
         if self._traced:
             flips = len(self.flips(start, end)) if self.config.dsa_split is DsaSplit.SELF_COMPUTE else 0
-            weights = self.weights.of(start, end, extra_indexers=flips)
+            weights = self.memory.weights(start, end, extra_indexers=flips)
             kind = stage_kind(start, end, self.model.num_hidden_layers)
             non_torch, activation, graph = self._overheads(kind, start, end)
         if given is None:
@@ -133,53 +140,17 @@ class StagePlanner:
 
     def _overheads(self, kind: StageKind, start: int, end: int) -> tuple[int, int, int]:
         """(non-torch, activation, graph) bytes, measured where there are measurements."""
+        memory = self.memory
         if self.measured is not None:
-            return self.measured.overheads(kind, self.workspaces.persistent)
-        return (
-            int(self.engine.non_torch_gib_for(self.parallel.world_size) * GIB) + self.workspaces.persistent,
-            self._activation(start, end),
-            int(self.engine.graph_gib * GIB),
-        )
-
-    def _activation(self, start: int, end: int) -> int:
-        """Peak of the profile run: in the layers, or where the last stage samples for as many requests as may be."""
-        peak = self.activations.peak(start, end) + self.workspaces.transient
-        if end < self.model.num_hidden_layers or self._ascend:
-            return peak
-        hidden = self.max_batched_tokens * self.model.hidden_size * bits_of(self.model.dtype) // 8
-        # Hidden states and residual are still held.
-        return max(peak, 2 * hidden + sampler_bytes(self.model.vocab_size, self.max_num_seqs))
-
-    @property
-    def _ascend(self) -> bool:
-        return self.engine.name == "vllm-ascend"
+            return self.measured.overheads(kind, memory.workspaces.persistent)
+        return memory.non_torch, memory.activation(start, end), self.start_up.graph_bytes
 
     @cached_property
     def budget(self) -> int:
         """Bytes that the engine takes of a device."""
-        usable = self.device.usable_memory_bytes.value
         if self.measured is not None and self.measured.calibration.total_gib is not None:
-            usable = self.measured.calibration.total_gib * GIB
-        return requested_bytes(usable, self.utilization)
-
-    @cached_property
-    def workspaces(self) -> Workspaces:
-        """Buffers of the attention backends."""
-        return self._workspaces(self.max_model_len, self.config.tp_size, self.config.dcp_size)
-
-    def _workspaces(self, max_model_len: int, tp: int, dcp: int) -> Workspaces:
-        return workspaces(
-            self.model,
-            self.form,
-            ascend=self._ascend,
-            tp=tp,
-            moe_tp=max(1, tp * self.config.dp_size // self.config.ep_size),
-            dcp=dcp,
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_batched_tokens=self.max_batched_tokens,
-            block_size=self.block_size,
-        )
+            return requested_bytes(self.measured.calibration.total_gib * GIB, self.start_up.utilization)
+        return self.start_up.budget
 
     # -- traces ----------------------------------------------------------------------------------------------------
 
@@ -187,39 +158,20 @@ class StagePlanner:
     def _traced(self) -> bool:
         """Whether there are weights: a model that is not traced still has a KV cache, if its memory is given."""
         try:
-            _ = self.weights
+            _ = self.memory
         except UnsupportedModelError:
             if self.config.kv_memory_gib is None:
                 raise
             return False
         return True
 
-    def _layout(self, tp: int, num_mtp_tokens: int, phase: Phase = Phase.PREFILL) -> Layout:
-        parallel = ParallelConfig(
-            tensor_parallel_size=tp,
-            data_parallel_size=self.config.dp_size,
-            expert_parallel_size=self.config.ep_size if tp == self.config.tp_size else 1,
-        )
-        return Layout(parallel, phase, self.semantics, self.block_size, num_mtp_tokens)
-
-    def weights_of(self, tp: int, num_mtp_tokens: int) -> ModelWeights:
-        """Weights of the model on one of ``tp`` ranks."""
-        trace = self._library.compose(self._layout(tp, num_mtp_tokens))
-        return model_weights(trace, self.quant, self.model.num_hidden_layers)
-
     @cached_property
-    def weights(self) -> ModelWeights:
-        """Weights of the layout."""
-        return self.weights_of(self.config.tp_size, self.config.num_mtp_tokens)
+    def memory(self) -> RankMemory:
+        """Memory of the ranks, by the layers of their stage."""
+        return self._rank_memory(self.start_up, self.parallel)
 
-    @cached_property
-    def activations(self) -> StageActivations:
-        """Activations of the engine's profile run: the token budget spread over as many requests as there may be."""
-        trace = self._library.compose(self._layout(self.config.tp_size, self.config.num_mtp_tokens))
-        requests = min(self.max_num_seqs, self.max_batched_tokens)
-        tokens = ceil_div(self.max_batched_tokens, requests)
-        env = {"B": requests, "Q": tokens, "S": tokens}
-        return StageActivations(fuse_trace(quantize_trace(trace, self.quant)), self.model.num_hidden_layers, env)
+    def _rank_memory(self, start_up: StartUp, parallel: ParallelConfig) -> RankMemory:
+        return RankMemory(start_up, parallel, self._library.compose(profile_layout(start_up, parallel)))
 
     def flips(self, start: int, end: int) -> range:
         """Layers at the start of a stage that reuse indices of the stage before."""
@@ -236,16 +188,20 @@ class StagePlanner:
         pp = calibration.pp_size or len(calibration.stages)
         partition = calibration.pp_layer_partition or default_partition(self.model.num_hidden_layers, pp)
         check_partition(partition, self.model.num_hidden_layers, len(calibration.stages))
-        weights = self.weights_of(tp, drafts)
+        # Experts are split over the ranks of the layout at hand, or over tp where the measured one had another.
+        sizes = {} if tp == self.config.tp_size else {"expert_parallel_size": 1}
+        dcp = calibration.dcp_size or self.config.dcp_size
+        parallel = replace(self.parallel, tensor_parallel_size=tp, decode_context_parallel_size=dcp, **sizes)
+        memory = self._rank_memory(replace(self.start_up, max_model_len=length, num_mtp_tokens=drafts), parallel)
         held = []
         for stage in stage_ranges(partition):
             flips = len(self.flips(stage.start, stage.stop)) if self.config.dsa_split is DsaSplit.SELF_COMPUTE else 0
-            held.append(weights.of(stage.start, stage.stop, extra_indexers=flips))
+            held.append(memory.weights(stage.start, stage.stop, extra_indexers=flips))
         return Measured(
             calibration=calibration,
             partition=partition,
             weights=tuple(held),
-            workspace=self._workspaces(length, tp, calibration.dcp_size or self.config.dcp_size).persistent,
+            workspace=memory.workspaces.persistent,
             usable=(calibration.total_gib or self.device.usable_memory_bytes.value / GIB) * GIB,
-            utilization=calibration.gpu_memory_utilization or self.utilization,
+            utilization=calibration.gpu_memory_utilization or self.start_up.utilization,
         )

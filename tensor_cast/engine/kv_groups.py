@@ -11,13 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from tensor_cast.engine.kv_cache import CacheLayer
 from tensor_cast.engine.kv_specs import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.units import ceil_div
 
-__all__ = ["CacheGroup", "Capacity", "RankPool", "build_groups", "plan_pool"]
+__all__ = [
+    "CacheGroup",
+    "Capacity",
+    "RankPool",
+    "RequestBlocks",
+    "build_groups",
+    "plan_pool",
+    "request_blocks",
+    "with_drafts",
+]
 
 #: Buckets of layers this much more uneven than the smallest are cut into groups of its size.
 _UNEVEN = 1.5
@@ -89,6 +101,41 @@ def _as_full(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestBlocks:
+    """Blocks of the pool that one request takes, over all groups.
+
+    Args:
+        held: while it decodes; of a windowed layer only the blocks that the window reaches.
+        admitted: at most while its prompt is computed, which must be free when the engine lets it in.
+    """
+
+    held: int
+    admitted: int
+
+    def of(self, requests: Any) -> Any:
+        """Blocks of ``requests`` requests (a number or an array), the last of which computes its prompt."""
+        return np.where(requests > 0, np.ceil((requests - 1) * self.held + self.admitted), 0.0)
+
+    def fitting(self, blocks: int) -> int:
+        """Most requests that ``blocks`` blocks hold."""
+        return 0 if blocks < self.admitted else 1 + (blocks - self.admitted) // self.held
+
+
+def request_blocks(groups: Sequence[CacheGroup], tokens: int, *, dcp: int = 1, in_flight: int = 0) -> RequestBlocks:
+    """Blocks of a request of ``tokens`` tokens.
+
+    Args:
+        groups: of :func:`build_groups`.
+        tokens: prompt, output, and slots of draft tokens.
+        dcp: ways a sequence is split.
+        in_flight: tokens that may be scheduled at once: batches in flight times the token budget of a step.
+    """
+    held = sum(int(group.spec.blocks(tokens, dcp)) for group in groups)
+    admitted = sum(group.spec.admission_blocks(tokens, dcp=dcp, in_flight=in_flight) for group in groups)
+    return RequestBlocks(held, max(held, admitted))
+
+
+@dataclass(frozen=True, slots=True)
 class RankPool:
     """The KV cache of the ranks of one pipeline stage.
 
@@ -148,6 +195,11 @@ class Capacity:
         """Whether the longest request fits beside the null block on every rank; else the engine refuses to start."""
         needed = self.blocks_per_request
         return all(rank.block_bytes * (needed + 1) <= rank.available for rank in self.ranks)
+
+
+def with_drafts(tokens: int, num_mtp_tokens: int, max_model_len: int) -> int:
+    """Slots of a request of ``tokens`` tokens: its next draft tokens have some too, up to the longest request."""
+    return max(tokens, min(tokens + num_mtp_tokens, max_model_len))
 
 
 def plan_pool(

@@ -33,6 +33,7 @@ class EngineProfile(BaseModel):
         host_step_s: host time per step that is not hidden behind the device.
         pp_extra_batches: batches that a pipeline keeps in flight beyond one for each stage.
         pp_overlap: transfers between stages do not hold up the receiving stage.
+        profiles_kernels: kernels' buffers are sized ahead, and the profile run samples.
         moe_data_parallel: whether experts may be replicated over data-parallel ranks, and EP smaller than tp * dp.
     """
 
@@ -53,6 +54,7 @@ class EngineProfile(BaseModel):
     host_step_s: NonNegative
     pp_extra_batches: NonNegativeInt = 0
     pp_overlap: bool = False
+    profiles_kernels: bool = True
     moe_data_parallel: bool = False
     sources: dict[str, str] = Field(default_factory=dict)
 

@@ -2,7 +2,7 @@
 
 vLLM's attention backends keep buffers that grow with the longest request, its experts some that grow with the token
 budget, and its profile run fills some more; all shrink the KV cache. One growable buffer serves the kernels, so the
-largest need counts, not the sum. vllm-ascend sizes no such buffers ahead.
+largest need counts, not the sum. Engines whose profile says otherwise (``profiles_kernels``) size none ahead.
 Source: vLLM 0.30 ``v1/attention/backends/mla/indexer.py``, ``v1/worker/workspace.py``, ``mla_attention.py``,
 ``fused_moe``, ``v1/worker/gpu_worker.py``.
 """
@@ -65,7 +65,6 @@ def workspaces(
     model: ModelConfig,
     form: KVFormat,
     *,
-    ascend: bool,
     tp: int,
     moe_tp: int,
     dcp: int,
@@ -79,7 +78,6 @@ def workspaces(
     Args:
         model: facts of the model.
         form: format of the KV cache.
-        ascend: whether the engine is vllm-ascend.
         tp: ranks that share the heads.
         moe_tp: ranks that share an expert.
         dcp: ranks that share a sequence.
@@ -88,15 +86,14 @@ def workspaces(
         max_batched_tokens: tokens in a step at most.
         block_size: tokens of a KV block.
     """
-    if ascend:
-        return Workspaces()
     element = bits_of(model.dtype) // 8
     needs, own, transient = [0], 0, 0
     if model.is_moe:
-        # Inputs and outputs of both products, one row for each token and chosen expert; two of them share memory.
-        width = model.moe_intermediate_size // moe_tp
+        # Rows for each token and chosen expert in two buffers: of what the activation makes of the first product, later
+        # the output of the second; and of the first product, later its sums.
+        width, hidden = model.moe_intermediate_size // moe_tp, model.hidden_size
         rows = max_batched_tokens * model.num_experts_per_tok
-        needs.append(rows * (max(2 * width, model.hidden_size) + width) * element)
+        needs.append(rows * (max(width, hidden) + max(2 * width, hidden)) * element)
     latent = model.kv_lora_rank + model.qk_rope_head_dim
     if model.attention is AttentionKind.DSA:
         key_bytes = indexer_token_bytes(model.index_head_dim, form, ascend=False)

@@ -83,7 +83,7 @@ def test_measured_runs(changes: dict[str, object], blocks: int, tokens: int, con
 
 def test_w5_weights_of_the_stages() -> None:
     # Without the indexers that flipped layers get: 47.666 | 52.755 and 50.243 | 50.178 GiB.
-    weights = calibrated().weights
+    weights = calibrated().memory.model_weights
     sizes = {p: [weights.of(0, p[0]), weights.of(p[0], 78)] for p in ((39, 39), (41, 37))}
     assert [round(b / GIB, 3) for b in sizes[39, 39]] == [47.666, 52.755]
     assert [round(b / GIB, 3) for b in sizes[41, 37]] == [50.243, 50.178]
@@ -106,7 +106,8 @@ def test_w5_weights_of_the_stages() -> None:
     ],
 )
 def test_weights_of_other_layouts(tp: int, drafts: int, partition: tuple[int, ...], gib: list[float]) -> None:
-    weights = calibrated().weights_of(tp, drafts)
+    layout = ask(tp_size=tp, pp_size=len(partition), num_mtp_tokens=drafts)
+    weights = CapacityPlanner(layout).memory.model_weights
     assert [round(weights.of(s.start, s.stop) / GIB, 3) for s in stage_ranges(partition)] == gib
 
 
@@ -145,7 +146,7 @@ def test_listing_every_partition_takes_no_time() -> None:
 
 def test_the_measured_run_is_the_default() -> None:
     planner = CapacityPlanner(ask(gpu_memory_utilization=None, max_model_len=None), calibration=MEASURED)
-    assert (planner.utilization, planner.max_model_len) == (0.95, 524_288)
+    assert (planner.start_up.utilization, planner.max_model_len) == (0.95, 524_288)
 
 
 def test_the_longest_request() -> None:

@@ -130,7 +130,9 @@ def test_a_pool_is_never_overbooked(name: str, semantics: str, pool: int, tokens
     manager = KVCacheManager(model, ServingConfig(tp_size=1), 128, "bfloat16", semantics)
     fits = manager.max_requests(pool, tokens)
     free = pool - manager.block_bytes
-    assert fits * manager.request_bytes(tokens) <= max(free, 0)
-    assert (fits + 1) * manager.request_bytes(tokens) > free
+    assert manager.pool_bytes(fits, tokens) <= max(free, 0)
+    assert manager.pool_bytes(fits + 1, tokens) > free
+    # Groups pad: a request takes no less of the pool than its caches hold.
+    assert manager.pool_bytes(1, tokens) >= manager.request_bytes(tokens)
     grown = np.array([manager.request_bytes(t) for t in range(tokens, tokens + 300, 37)])
     assert (np.diff(grown) >= 0).all()

@@ -71,6 +71,11 @@ class FakeCosts:
     def kv_bytes(self, tokens: int) -> int:
         return int(tokens * self.kv_token_bytes / self.parallel.tp_size / self.parallel.dcp_size)
 
+    def pool_bytes(self, grid: Any, batches: float = 1.0) -> Any:
+        w = grid.workload
+        tokens = w.total_tokens if Phase.DECODE in self.phases else w.input_length
+        return grid.batches * batches * self.kv_bytes(tokens)
+
     def activation_bytes(self, grid: Any) -> Any:
         return np.full(len(grid.batches), 1.0 * GIB)
 

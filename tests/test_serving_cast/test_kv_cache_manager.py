@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from serving_cast.config import ParallelConfig
@@ -104,4 +105,35 @@ def test_draft_tokens_reserve_slots() -> None:
     plain, drafts = manager(tp_size=8), manager(tp_size=8, mtp=3)
     assert plain.request_bytes(4096) == 64 * plain.block_bytes
     assert drafts.request_bytes(4096) == 65 * drafts.block_bytes
-    assert drafts.batch_gib(8, 4096) == pytest.approx(8 * 65 * drafts.block_bytes / GIB)
+    assert drafts.pool_bytes(8, 4096) == 8 * 65 * drafts.block_bytes
+
+
+def test_no_drafts_beyond_the_longest_request() -> None:
+    """An engine started for 4,096 tokens gives the last drafts of such a request no slots."""
+    config, layout = load_model_config("deepseek-ai/DeepSeek-V3"), ParallelConfig(tp_size=8)
+    kv = KVCacheManager(config, layout, 64, "bfloat16", "vllm", 3, max_model_len=4096)
+    assert kv.request_blocks(4096).held == 64
+    assert kv.request_blocks(4092).held == 64
+    assert kv.request_blocks(4032).held == 64  # 63 full blocks, and one for the drafts
+
+
+def test_windowed_layers_take_blocks_of_the_widest_group() -> None:
+    """gpt-oss-20b: 12 layers with a window of 128 tokens and 12 without, in two groups that draw from one pool.
+
+    A page of 16 tokens is 8 heads * 2 * 64 elements of two bytes: 32 KiB, so a block costs 12 * 32 KiB. 5,000 tokens take
+    313 blocks of the full layers. Behind a window a decoding request keeps 128 tokens: 8 blocks and one for the partial
+    ends. While its prompt is computed, 8,192 tokens may be scheduled before anything is freed: all of 5,000 and one.
+    """
+    kv = KVCacheManager(
+        load_model_config("openai/gpt-oss-20b"), ParallelConfig(), 16, "bfloat16", "vllm", max_model_len=5000,
+        in_flight=2 * 8192,
+    )  # fmt: skip
+    assert kv.block_bytes == 12 * 16 * 8 * 2 * 64 * 2 == 393_216
+    blocks = kv.request_blocks(5000)
+    assert (blocks.held, blocks.admitted) == (313 + 9, 313 + 314)
+    assert [int(blocks.of(n)) for n in (0, 1, 2, 10)] == [0, 627, 627 + 322, 627 + 9 * 322]
+    assert [blocks.fitting(n) for n in (626, 627, 948, 949, 627 + 9 * 322)] == [0, 1, 1, 2, 10]
+    assert list(kv.pool_bytes(np.array([1, 2]), 5000)) == [627 * 393_216, 949 * 393_216]
+    # Prompts alone: nothing is freed yet. What is handed over is what windows reach, in 24 layers.
+    assert kv.prompt_bytes(3, 5000) == 3 * 627 * 393_216
+    assert kv.request_bytes(5000) == 12 * (313 + 9) * 32 * 1024

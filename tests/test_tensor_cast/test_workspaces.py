@@ -15,11 +15,10 @@ from tensor_cast.model_catalog import load_model_config
 from tensor_cast.units import GIB, MIB
 
 
-def of(model: str, kv: str = "bfloat16", *, dcp: int = 1, length: int = 131_072, ascend: bool = False) -> Workspaces:
+def of(model: str, kv: str = "bfloat16", *, dcp: int = 1, length: int = 131_072) -> Workspaces:
     return workspaces(
         load_model_config(model),
         KV_FORMATS.get(kv),
-        ascend=ascend,
         tp=8,
         moe_tp=8,
         dcp=dcp,
@@ -32,17 +31,22 @@ def of(model: str, kv: str = "bfloat16", *, dcp: int = 1, length: int = 131_072,
 
 def test_grouped_queries_need_none() -> None:
     assert of("meta-llama/Llama-3.1-70B") == Workspaces(0, 0)
-    assert of("zai-org/GLM-5.3", ascend=True) == Workspaces(0, 0)
 
 
 def test_experts() -> None:
-    # 8,192 tokens * 8 experts rows of max(2 * 1536 / 8, 4096) + 1536 / 8 elements.
-    assert of("Qwen/Qwen3-235B-A22B").persistent == 8192 * 8 * (4096 + 192) * 2
+    # 8,192 tokens * 8 experts rows of max(1536 / 8, 4096) + max(2 * 1536 / 8, 4096) elements.
+    assert of("Qwen/Qwen3-235B-A22B").persistent == 8192 * 8 * (4096 + 4096) * 2
+    # 8,192 * 2 rows of max(14336 / 8, 4096) + max(2 * 14336 / 8, 4096); on one rank 14,336 and 28,672 are the wider.
+    mixtral = load_model_config("mistralai/Mixtral-8x7B-v0.1")
+    assert of("mistralai/Mixtral-8x7B-v0.1").persistent == 8192 * 2 * (4096 + 4096) * 2
+    sizes = {"tp": 1, "dcp": 1, "max_model_len": 4096, "max_num_seqs": 1024, "block_size": 16}
+    alone = workspaces(mixtral, KV_FORMATS.get("bfloat16"), moe_tp=1, max_batched_tokens=8192, **sizes)
+    assert alone.persistent == 8192 * 2 * (14_336 + 28_672) * 2
 
 
 def test_dense_latents() -> None:
     # 65,536 tokens of 576 elements: 72 MiB; twice the context over 8 ranks more. 16 heads * 256 elements of each.
-    experts = 8192 * 8 * (7168 + 256) * 2
+    experts = 8192 * 8 * (7168 + 7168) * 2
     assert of("deepseek-ai/DeepSeek-R1") == Workspaces(experts + 72 * MIB, 65_536 * 16 * 256 * 2)
     assert of("deepseek-ai/DeepSeek-R1", dcp=8).persistent == experts + 72 * MIB + 9 * MIB
 
@@ -52,7 +56,7 @@ def test_dense_latents() -> None:
     [
         ("fp8_ds_mla", 524_288, 5280 * 524_288),  # keys that a prefill gathers
         ("bfloat16", 524_288, 5760 * 524_288),  # latents that it gathers
-        ("fp8_ds_mla", 8192, 8192 * 8 * (6144 + 256) * 2),  # experts
+        ("fp8_ds_mla", 8192, 8192 * 8 * (6144 + 6144) * 2),  # experts
     ],
 )
 def test_one_buffer_serves_the_largest_need(kv: str, length: int, largest: int) -> None:
