@@ -26,6 +26,7 @@ def trace(
     batch_size: int | None = None,
     query_len: int | None = None,
     context_len: int | None = None,
+    stage: int | None = None,
     use_cache: bool = True,
     **options: Any,
 ) -> TraceView:
@@ -36,6 +37,7 @@ def trace(
         batch_size: requests of one rank (B). Each size left out stays a symbol.
         query_len: tokens of a request in this step (Q).
         context_len: tokens of a request in the cache, this step's included (S); 0 means a fresh prompt (S = Q).
+        stage: which pipeline stage (with ``pp_size``); the first by default.
         use_cache: read and fill the trace cache.
         options: fields of :class:`UserInputConfig` (``tp_size=8, dcp_size=4, phase="decode"`` ...).
 
@@ -49,6 +51,7 @@ def trace(
         batch_size=batch_size,
         query_len=query_len,
         context_len=context_len,
+        stage=stage,
         use_cache=use_cache,
     )
 

@@ -52,6 +52,32 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--num-mtp-tokens", type=non_negative_int, default=0, help="draft tokens a step (default 0)")
 
 
+def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
+    """Pipeline stages of one layout."""
+    stages = parser.add_argument_group("pipeline stages")
+    stages.add_argument("--pp-size", type=positive_int, default=1, help="pipeline stages (default 1)")
+    stages.add_argument(
+        "--pp-layer-partition", metavar="L,L,...", help="layers of each stage (default: vLLM's own rule)"
+    )
+    stages.add_argument(
+        "--dsa-split",
+        metavar="HOW",
+        help="where a stage lacks the top-k indices that its first layers reuse: self-compute (those layers get an "
+        "indexer), send-indices or unsafe (default: refused)",
+    )
+
+
+def pipeline_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The values that :func:`add_pipeline_arguments` read, by field of ``UserInputConfig``."""
+    from tensor_cast.pipeline_partition import parse_dsa_split
+
+    return {
+        "pp_size": args.pp_size,
+        "pp_layer_partition": args.pp_layer_partition,
+        "dsa_split": None if args.dsa_split is None else parse_dsa_split(args.dsa_split),
+    }
+
+
 def layout_values(args: argparse.Namespace) -> dict[str, Any]:
     """The values that :func:`add_layout_arguments` read, by field of ``UserInputConfig``."""
     names = (

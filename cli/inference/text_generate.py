@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from cli.inference.common import (
     add_layout_arguments,
+    add_pipeline_arguments,
     non_negative_int,
+    pipeline_values,
     positive_int,
     print_json,
     print_tables,
@@ -16,12 +18,22 @@ from cli.inference.common import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tensor_cast.core.model_runner import RunResult
+    from tensor_cast.core.pipeline_step import PipelineStep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the sub-command."""
     add_layout_arguments(parser)
+    add_pipeline_arguments(parser)
+    parser.add_argument(
+        "--pp-extra-batches",
+        type=non_negative_int,
+        metavar="N",
+        help="batches in flight beyond one for each stage (default: the engine's, 0)",
+    )
     parser.add_argument("--device", required=True, help="name of a device (msmodeling devices lists them)")
     step = parser.add_argument_group("step")
     step.add_argument("--num-queries", type=positive_int, default=1, help="requests of one data-parallel rank")
@@ -51,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = user_config(
         args,
+        **pipeline_values(args),
+        pp_extra_batches=args.pp_extra_batches,
         device=args.device,
         phase=Phase.DECODE if args.decode else Phase.PREFILL,
         num_queries=args.num_queries,
@@ -123,7 +137,29 @@ def _print_tables(result: RunResult, top: int) -> None:
             f"{layer.total_s / layer.count * 1e6:,.1f}",
             f"{layer.total_s * 1e3:,.3f}",
         )
-    print_tables(_title(result), summary, ops, layers)
+    stages = [] if result.pipeline is None else [_stage_table(result.pipeline)]
+    print_tables(_title(result), summary, *stages, ops, layers)
+
+
+def _stage_table(pipeline: PipelineStep) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"Stages, {pipeline.batches} batches in flight", title_justify="left")
+    for column in (
+        *("stage", "layers", "layer equivalents", "work ms", "transfer in ms", "slot ms", "busy"),
+        *("weights GiB", "KV GiB", "activation GiB", "in use GiB", "fits"),
+    ):
+        table.add_column(column, justify="right")
+    for stage in pipeline.stages():
+        table.add_row(
+            *(f"{stage[key]}" for key in ("stage", "layers", "layer_equivalents")),
+            *(f"{stage[key]:,.3f}" for key in ("work_ms", "transfer_in_ms", "slot_ms")),
+            f"{stage['busy']:.1%}",
+            *(f"{stage[key]:,.3f}" for key in ("weights_gib", "kv_cache_size_gb", "activation_gib")),
+            f"{stage['memory_total_gib']:,.3f}",
+            "yes" if stage["fits"] else "no",
+        )
+    return table
 
 
 def _title(result: RunResult) -> str:
@@ -136,12 +172,31 @@ def _title(result: RunResult) -> str:
 
 def _summary(result: RunResult) -> list[tuple[str, str]]:
     memory = result.memory
+    tokens = result.sizes["B"] * result.sizes["Q"]
+    pipeline = result.pipeline
+    if pipeline is None:
+        times = [("step", f"{result.step_s * 1e3:,.3f} ms")]
+        rate, cached = tokens / result.step_s, "KV cache of this batch"
+    else:
+        rate, cached = pipeline.batches * tokens / (pipeline.cycle_ms * 1e-3), "KV cache of all batches in flight"
+        # How many drafts are accepted, and so tokens gained, is not known here.
+        paced = "TPOT" if result.config.phase == "decode" and result.sizes["Q"] == 1 else "from step to step"
+        busy = [float(flow.mean_utilisation) for flow in (pipeline.flow, pipeline.alone)]
+        times = [
+            ("step of one batch, through all stages", f"{result.step_s * 1e3:,.3f} ms"),
+            ("between batches, at the slowest stage", f"{pipeline.slot_ms:,.3f} ms"),
+            (f"{paced}, {pipeline.batches} batches in flight", f"{pipeline.cycle_ms:,.3f} ms"),
+            (f"stages busy, {pipeline.batches} batches in flight", f"{busy[0]:.1%}"),
+            ("stages busy, one batch alone", f"{busy[1]:.1%}"),
+        ]
+        if pipeline.handover.own_indexers:
+            times.append(("layers given an indexer", ", ".join(map(str, pipeline.handover.own_indexers))))
     rows: list[tuple[str, Any]] = [
-        ("step", f"{result.step_s * 1e3:,.3f} ms"),
+        *times,
         ("bound", result.estimate.bound),
-        ("tokens per second and rank", f"{result.sizes['B'] * result.sizes['Q'] / result.step_s:,.1f}"),
+        ("tokens per second and rank", f"{rate:,.1f}"),
         ("weights", f"{memory.weights_gib:,.3f} GiB"),
-        ("KV cache of this batch", f"{result.kv_cache_size_gb:,.3f} GiB"),
+        (cached, f"{result.kv_cache_size_gb:,.3f} GiB"),
         ("activation peak", f"{memory.activation_gib:,.3f} GiB"),
         ("memory in use", f"{memory.total_gib:,.3f} GiB"),
         ("memory available", f"{memory.available_gib:,.3f} GiB"),

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from cli.inference.common import (
     add_layout_arguments,
+    add_pipeline_arguments,
     format_bytes,
     non_negative_int,
+    pipeline_values,
     positive_int,
     print_json,
     print_tables,
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the sub-command."""
     add_layout_arguments(parser)
+    add_pipeline_arguments(parser)
+    parser.add_argument("--stage", type=non_negative_int, metavar="N", help="pipeline stage to show (default 0)")
     parser.add_argument(
         "--phase", choices=("decode", "prefill"), default="decode", help="kind of step (default decode)"
     )
@@ -37,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     quant = parser.add_argument_group("quantisation (default: as the config says)")
     quant.add_argument("--quantize-linear-action", help="DISABLED, W8A8_DYNAMIC, W8A16, W4A8, W4A16, FP8, MXFP4")
     quant.add_argument("--quantize-attention-action", help="DISABLED, INT8, FP8")
-    parser.add_argument("--axis", choices=("tp", "dp", "ep", "dcp"), help="show only the collectives of one axis")
+    parser.add_argument("--axis", choices=("tp", "dp", "ep", "dcp", "pp"), help="show only the collectives of one axis")
     parser.add_argument("--no-fusion", action="store_true", help="show the eager ops instead of the fused kernels")
     parser.add_argument("--no-cache", action="store_true", help="trace anew instead of reading the trace cache")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default table)")
@@ -49,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = user_config(
         args,
+        **pipeline_values(args),
         phase=args.phase,
         quantize_linear_action=args.quantize_linear_action,
         quantize_attention_action=args.quantize_attention_action,
@@ -59,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         query_len=args.query_len,
         context_len=args.context_len,
+        stage=args.stage,
         use_cache=not args.no_cache,
     )
     if args.axis:

@@ -155,8 +155,8 @@ class OptimizerSummary:
             return ""
         row = marked[0]
         return (
-            f"in {row.parallel} with partition {row.pp_layer_partition} the layers {row.own_indexer_layers} get an indexer "
-            "of their own, as --dsa-split self-compute asks"
+            f"in {row.parallel} with partition {row.pp_layer_partition} the layers {row.own_indexer_layers} get an "
+            "indexer of their own, as --dsa-split self-compute asks"
         )
 
     def _length_note(self) -> str:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tensor_cast.core.input_generator import InputGenerator, KVCacheInfo
+from tensor_cast.core.pipeline_step import PipelineStep, stage_times
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.core.user_config import UserInputConfig
 from tensor_cast.device.catalog import load_device
 from tensor_cast.device.profile import DeviceProfile
+from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.engine.kv_cache import request_kv_bytes
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import ConfigError
+from tensor_cast.ir.index_sharing import Handover, hand_over
+from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import Trace
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 from tensor_cast.performance_model.estimate import OpEstimate, StepEstimate, StepEstimator
 from tensor_cast.performance_model.memory import MemoryPlan, activation_peak_bytes, weight_bytes
+from tensor_cast.pipeline_partition import stage_ranges
 from tensor_cast.quant import QuantConfig
 from tensor_cast.units import GIB, MS, US
 
@@ -28,10 +35,12 @@ class RunResult:
     """One step of one layout.
 
     Args:
-        trace: as traced; ``prepared``: as it runs, quantised and fused.
-        estimate: the step op by op.
-        memory: what one rank holds; ``kv_cache_size_gb`` is the KV cache of this batch alone, in GiB.
+        trace: as traced; ``prepared``: as it runs, quantised and fused. Pipeline stages one after the other.
+        estimate: the step op by op; of a pipeline a batch's way through all stages.
+        memory: what one rank holds, that of the fullest stage; ``kv_cache_size_gb`` is the KV cache of this batch in
+            GiB, of a pipeline that of all batches in flight.
         kv_cache: layout of the paged cache.
+        pipeline: stage by stage; None without stages.
     """
 
     config: UserInputConfig
@@ -45,6 +54,7 @@ class RunResult:
     estimate: StepEstimate
     memory: MemoryPlan
     kv_cache: KVCacheInfo
+    pipeline: PipelineStep | None = None
 
     @property
     def step_s(self) -> float:
@@ -67,6 +77,9 @@ class RunResult:
                 f"{memory.available_gib:.2f} GiB; use more tp or ep, fewer requests, a shorter context or a smaller "
                 "weight format"
             )
+        if self.pipeline is not None and self.pipeline.handover.unsafe:
+            layers = ", ".join(map(str, self.pipeline.handover.unsafe))
+            found.append(f"UNSAFE: layers {layers} read top-k indices never written on their stage; outputs are wrong")
         longest = self.model.max_position_embeddings
         if self.sizes["S"] > longest:
             found.append(f"a context of {self.sizes['S']} tokens exceeds the model's max_position_embeddings {longest}")
@@ -110,6 +123,7 @@ class RunResult:
             "unpriced": dict(self.estimate.unpriced),
             "ops": [_op_json(op) for op in self.estimate.ops],
             "layers": [row.to_json() for row in self.layers()],
+            "pipeline": None if self.pipeline is None else self.pipeline.to_json(),
         }
 
 
@@ -187,46 +201,23 @@ class ModelRunner:
         config = self.config
         sizes = config.get_sizes()
         parallel = config.check(self.model, self.quant)
-        semantics = config.get_dcp_semantics()
-        block_size = config.get_block_size(self.model)
-        trace = self.library.trace(
-            parallel,
-            config.phase,
-            dcp_semantics=semantics,
-            block_size=block_size,
-            num_mtp_tokens=config.num_mtp_tokens,
+        partition = config.get_partition(self.model)
+        handover = hand_over(self.model, partition, config.dsa_split)
+        semantics = get_semantics(config.get_dcp_semantics()).name
+        layout = Layout(parallel, config.phase, semantics, config.get_block_size(self.model), config.num_mtp_tokens)
+        traces = self.library.stages(layout, partition, handover=handover)
+        estimators = [self._estimator(trace, parallel, stage) for stage, trace in enumerate(traces)]
+        estimates = [estimator.estimate(sizes) for estimator in estimators]
+        memory = tuple(
+            self._memory(layout, own, estimator, sizes, handover)
+            for own, estimator in zip(stage_ranges(partition), estimators, strict=True)
         )
-        estimator = StepEstimator(
-            trace,
-            device=self.device,
-            engine=self.engine,
-            parallel=parallel,
-            quant=self.quant,
-            fusion=config.fusion,
-            strict=config.strict,
-        )
-        estimate = estimator.estimate(sizes)
-        kv_bytes = sizes["B"] * request_kv_bytes(
-            self.model,
-            parallel,
-            tokens=sizes["S"],
-            block_size=block_size,
-            kv_dtype=self.quant.kv_dtype,
-            dcp_semantics=semantics,
-            num_mtp_tokens=config.num_mtp_tokens,
-        )
-        memory = MemoryPlan(
-            weights=weight_bytes(trace, self.quant),
-            kv=float(kv_bytes),
-            activation=float(activation_peak_bytes(estimator.prepared, sizes)),
-            non_torch=self.engine.non_torch_gib_for(parallel.world_size) * GIB,
-            graph=self.engine.graph_gib * GIB,
-            reserved=config.reserved_memory_gb * GIB,
-            available=self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization,
-        )
-        info = InputGenerator(self.model, parallel, dcp_semantics=semantics, block_size=block_size)._get_kv_cache_info(
-            sizes["B"], sizes["Q"], sizes["S"]
-        )
+        pipeline = None
+        if config.pp_size > 1:
+            times = stage_times(estimates, overlap=self.engine.pp_overlap)
+            batches = self.engine.batches_in_flight(config.pp_size)
+            pipeline = PipelineStep(partition, config.num_mtp_tokens, handover, times, memory, batches)
+        generator = InputGenerator(self.model, parallel, dcp_semantics=semantics, block_size=layout.block_size)
         return RunResult(
             config=config,
             model=self.model,
@@ -234,9 +225,64 @@ class ModelRunner:
             engine=self.engine,
             parallel=parallel,
             sizes=sizes,
-            trace=trace,
-            estimate=estimate,
-            memory=memory,
-            kv_cache=info,
-            prepared=estimator.prepared,
+            trace=_joined(traces),
+            estimate=_joined_estimates(estimates),
+            memory=memory[0] if pipeline is None else pipeline.fullest,
+            kv_cache=generator._get_kv_cache_info(sizes["B"], sizes["Q"], sizes["S"]),
+            prepared=_joined([estimator.prepared for estimator in estimators]),
+            pipeline=pipeline,
         )
+
+    def _estimator(self, trace: Trace, parallel: ParallelConfig, stage: int) -> StepEstimator:
+        return StepEstimator(
+            trace,
+            device=self.device,
+            engine=self.engine,
+            parallel=parallel,
+            quant=self.quant,
+            fusion=self.config.fusion,
+            strict=self.config.strict,
+            stage=stage,
+        )
+
+    def _memory(
+        self, layout: Layout, layers: range, estimator: StepEstimator, sizes: dict[str, int], handover: Handover
+    ) -> MemoryPlan:
+        """Memory of one rank that runs decoder layers ``layers``, with the KV of all batches in flight."""
+        drafts = min(self.model.num_nextn_predict_layers, layout.num_mtp_tokens)
+        last = layers.stop == self.model.num_hidden_layers
+        kv_bytes = request_kv_bytes(
+            self.model,
+            layout.parallel,
+            tokens=sizes["S"],
+            block_size=layout.block_size,
+            kv_dtype=self.quant.kv_dtype,
+            dcp_semantics=layout.dcp_semantics,
+            num_mtp_tokens=layout.num_mtp_tokens,
+            layers=range(layers.start, layers.stop + drafts) if last else layers,
+            extra_indexers=handover.own_indexers,
+        )
+        batches = self.engine.batches_in_flight(layout.parallel.pipeline_parallel_size)
+        return MemoryPlan(
+            weights=weight_bytes(estimator.trace, self.quant),
+            kv=float(batches * sizes["B"] * kv_bytes),
+            activation=float(activation_peak_bytes(estimator.prepared, sizes)),
+            non_torch=self.engine.non_torch_gib_for(layout.parallel.world_size) * GIB,
+            graph=self.engine.graph_gib * GIB,
+            reserved=self.config.reserved_memory_gb * GIB,
+            available=self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization,
+        )
+
+
+def _joined(traces: Sequence[Trace]) -> Trace:
+    """The traces of all stages one after the other."""
+    return replace(traces[0], segments=tuple(segment for trace in traces for segment in trace.segments))
+
+
+def _joined_estimates(estimates: Sequence[StepEstimate]) -> StepEstimate:
+    """A batch's way through all stages."""
+    unpriced: Counter[str] = Counter()
+    for estimate in estimates:
+        unpriced.update(estimate.unpriced)
+    ops = tuple(op for estimate in estimates for op in estimate.ops)
+    return StepEstimate(ops, estimates[0].host_s, min(estimate.coverage for estimate in estimates), unpriced)

@@ -10,8 +10,12 @@ from typing import Any
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.core.user_config import UserInputConfig
 from tensor_cast.dtypes import bits_of
+from tensor_cast.engine.dcp import get_semantics
+from tensor_cast.errors import ConfigError
 from tensor_cast.ir.expr import Dim, Expr, substitute, symbol
 from tensor_cast.ir.fuse import fuse_trace
+from tensor_cast.ir.index_sharing import hand_over
+from tensor_cast.ir.program import Layout
 from tensor_cast.ir.quantize import quantize_trace
 from tensor_cast.ir.record import OpRecord, TensorSpec, Trace
 from tensor_cast.model_catalog import load_model_config
@@ -42,9 +46,12 @@ class TraceView:
     def title(self) -> str:
         """Model, phase and layout in one line."""
         experts = any(op.name == "tensor_cast.grouped_experts" for op in self.trace.ops)
-        sizes = {axis: n for axis, n in self.trace.layout.items() if n > 1 and (experts or axis != "moe_tp")}
+        axes = dict(self.trace.layout)
+        stage = axes.pop("stage", None)
+        sizes = {axis: n for axis, n in axes.items() if n > 1 and (experts or axis != "moe_tp")}
         layout = " ".join(f"{axis}{size}" for axis, size in sizes.items()) or "one rank"
-        return f"{self.trace.model_id}, {self.trace.phase} step, {layout}"
+        where = "" if stage is None else f", stage {stage}"
+        return f"{self.trace.model_id}, {self.trace.phase} step, {layout}{where}"
 
     def collectives_of(self, axis: str) -> TraceView:
         """The same trace showing only the collectives of one parallel axis."""
@@ -93,6 +100,7 @@ def view_trace(
     batch_size: int | None = None,
     query_len: int | None = None,
     context_len: int | None = None,
+    stage: int | None = None,
     use_cache: bool = True,
     cache_dir: Path | None = None,
 ) -> TraceView:
@@ -103,6 +111,7 @@ def view_trace(
         batch_size: requests of one rank (B). Each size left out stays a symbol.
         query_len: tokens of a request in this step (Q).
         context_len: tokens of a request in the cache, this step's included (S); 0 means a fresh prompt (S = Q).
+        stage: which pipeline stage; the first by default.
         use_cache: read and fill the trace cache.
         cache_dir: folder of the trace cache; None takes the user's.
 
@@ -118,14 +127,19 @@ def view_trace(
     )
     parallel = config.check(model, quant)
     env = _sizes(config, batch_size, query_len, context_len)
-    trace = TraceLibrary(model, cache_dir=cache_dir, use_cache=use_cache).trace(
+    if stage is not None and not 0 <= stage < config.pp_size:
+        raise ConfigError(f"--stage must be at least 0 and below pp_size {config.pp_size}, found {stage}")
+    partition = config.get_partition(model)
+    layout = Layout(
         parallel,
         config.phase,
-        dcp_semantics=config.get_dcp_semantics(),
-        block_size=config.get_block_size(model),
-        num_mtp_tokens=config.num_mtp_tokens,
+        get_semantics(config.get_dcp_semantics()).name,
+        config.get_block_size(model),
+        config.num_mtp_tokens,
     )
-    trace = quantize_trace(trace, quant)
+    library = TraceLibrary(model, cache_dir=cache_dir, use_cache=use_cache)
+    handover = hand_over(model, partition, config.dsa_split)
+    trace = quantize_trace(library.stages(layout, partition, handover=handover)[stage or 0], quant)
     if config.fusion:
         trace = fuse_trace(trace)
     ops = tuple(

@@ -8,11 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import default_engine, load_engine
+from tensor_cast.engine.kv_cache import indexer_layers
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import ConfigError
 from tensor_cast.ir.record import Phase
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 from tensor_cast.parallel import check
+from tensor_cast.pipeline_partition import DsaSplit, Partition, default_partition, parse_partition, refuse_unsafe
 from tensor_cast.quant import QuantConfig
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -30,6 +32,9 @@ class UserInputConfig(BaseModel):
             ``context_length``.
         context_length: tokens of each request in the cache as attention reads it, this step's tokens included (symbol
             S). 0, or no more than the query, means a fresh prompt: nothing was cached before this step.
+        pp_layer_partition: layers of each pipeline stage, ``"41,37"``; None takes the engine's own rule.
+        pp_extra_batches: batches in flight beyond one for each stage; None takes the engine's number.
+        dsa_split: how to go on where a stage lacks the top-k indices that its first layers reuse; None refuses.
         quantize_linear_action, quantize_attention_action: a scheme; None takes the config's own quantisation.
     """
 
@@ -40,6 +45,10 @@ class UserInputConfig(BaseModel):
     engine: str | None = None
     dcp_semantics: str | None = None
     tp_size: PositiveInt = 1
+    pp_size: PositiveInt = 1
+    pp_layer_partition: str | None = None
+    pp_extra_batches: NonNegativeInt | None = None
+    dsa_split: DsaSplit | None = None
     dp_size: PositiveInt = 1
     ep_size: PositiveInt = 1
     moe_dp_size: PositiveInt = 1
@@ -73,6 +82,7 @@ class UserInputConfig(BaseModel):
         """The layout. Prefill runs with dcp = 1, whatever was asked for decode."""
         return ParallelConfig(
             tensor_parallel_size=self.tp_size,
+            pipeline_parallel_size=self.pp_size,
             data_parallel_size=self.dp_size,
             expert_parallel_size=self.ep_size,
             moe_data_parallel_size=self.moe_dp_size,
@@ -82,9 +92,11 @@ class UserInputConfig(BaseModel):
 
     def get_engine(self) -> EngineProfile:
         """The engine asked for, else the default of the device's vendor."""
-        if self.engine is not None:
-            return load_engine(self.engine)
-        return load_engine(default_engine(None if self.device is None else load_device(self.device)))
+        device = None if self.device is None else load_device(self.device)
+        engine = load_engine(self.engine or default_engine(device))
+        if self.pp_extra_batches is None:
+            return engine
+        return engine.model_copy(update={"pp_extra_batches": self.pp_extra_batches})
 
     def get_dcp_semantics(self) -> str:
         """The semantics asked for, else the engine's."""
@@ -93,6 +105,22 @@ class UserInputConfig(BaseModel):
     def get_block_size(self, model: ModelConfig) -> int:
         """Tokens in a physical KV block: as asked, else the engine's choice for this kind of attention."""
         return self.block_size or self.get_engine().block_size_for(model.attention)
+
+    def get_partition(self, model: ModelConfig) -> Partition:
+        """Layers of each stage.
+
+        Raises:
+            ConfigError: a partition without stages, or one that is no list of integers.
+            LegalityError: it does not fit the model, or leaves layers without the top-k indices that they reuse.
+        """
+        layers, asked = model.num_hidden_layers, self.pp_layer_partition
+        if asked is not None and self.pp_size == 1:
+            raise ConfigError("--pp-layer-partition needs stages to divide the layers over; add --pp-size 2 or more")
+        partition = (
+            default_partition(layers, self.pp_size) if asked is None else parse_partition(asked, layers, self.pp_size)
+        )
+        refuse_unsafe(partition, indexer_layers(model), self.dsa_split)
+        return partition
 
     def get_query_length(self) -> int:
         """Tokens of each request in this step."""
