@@ -7,7 +7,8 @@ TP group, an expert group spans the tp * dp ranks of one pipeline stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
 
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import LegalityError
@@ -22,6 +23,8 @@ AXES = ("tp", "dcp", "dp", "pp", "ep", "moe_tp", "moe_dp")
 
 #: Engines pad the vocabulary to a multiple of this before they split it.
 VOCAB_PADDING = 64
+
+P = ParamSpec("P")
 
 
 def axis_ranks(parallel: ParallelConfig, axis: str, *, stage: int = 0) -> tuple[int, ...]:
@@ -125,34 +128,16 @@ def violations(
     return found
 
 
-def check(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    dcp_semantics: str,
-    block_size: int,
-    quant_block: int | None = None,
-    num_mtp_tokens: int = 0,
-    phase: Phase = Phase.DECODE,
-    num_devices: int | None = None,
-    free_experts: bool = False,
-    kv_transfer: bool = False,
-) -> None:
-    """Raise the first of :func:`violations`, if there is any. Arguments as there."""
-    found = violations(
-        model,
-        parallel,
-        dcp_semantics=dcp_semantics,
-        block_size=block_size,
-        quant_block=quant_block,
-        num_mtp_tokens=num_mtp_tokens,
-        phase=phase,
-        num_devices=num_devices,
-        free_experts=free_experts,
-        kv_transfer=kv_transfer,
-    )
-    if found:
-        raise found[0]
+def _raising(rules: Callable[P, list[LegalityError]]) -> Callable[P, None]:
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+        for error in rules(*args, **kwargs):
+            raise error
+
+    return check
+
+
+#: Raises the first of :func:`violations`, if there is any; takes the same arguments.
+check = _raising(violations)
 
 
 def _sizes(parallel: ParallelConfig, num_devices: int | None) -> Iterator[LegalityError]:

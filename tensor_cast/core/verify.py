@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tensor_cast.core.user_config import UserInputConfig
 from tensor_cast.errors import MsModelingError, UnsupportedModelError
@@ -43,94 +43,99 @@ class PlannedLayout:
     asked: Telling
     small: Shrunk
 
+    @property
+    def ran_as(self) -> str:
+        """Label of the layout that is run."""
+        return layout_label(self.small.parallel, self.asked.dcp_semantics)
+
     def to_json(self) -> dict[str, Any]:
         """The public form."""
         return {
             "what": self.asked.what,
             "layout": layout_label(self.asked.parallel, self.asked.dcp_semantics),
-            "ran_as": layout_label(self.small.parallel, self.asked.dcp_semantics),
+            "ran_as": self.ran_as,
             "block_size": self.small.block_size,
             "shrunk": {c.field: {"from": c.before, "to": c.after} for c in self.small.changes},
         }
 
 
-@dataclass(frozen=True)
-class VerifiedRun:
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a comparison with Transformers gave.
+
+    Args:
+        equal: whether logits and sampled tokens are those of Transformers, and the executed ops those of the trace.
+        compared: logits compared.
+        max_abs_difference: the largest difference of two logits, NaN if one was not a number.
+        first_mismatch: the first thing that is wrong, in a sentence, or None.
+    """
+
+    equal: bool
+    compared: int
+    max_abs_difference: float
+    first_mismatch: str | None
+
+    @classmethod
+    def together(cls, parts: Sequence[tuple[str, Outcome]], **others: Any) -> Self:
+        """Several outcomes as one.
+
+        Args:
+            parts: how a sentence about an outcome begins, and the outcome.
+            others: the fields that a class adds to these.
+        """
+        found = [part.max_abs_difference for _, part in parts]
+        return cls(
+            equal=all(part.equal for _, part in parts),
+            compared=sum(part.compared for _, part in parts),
+            max_abs_difference=math.nan if any(map(math.isnan, found)) else max(found, default=0.0),
+            first_mismatch=next((f"{b}{part.first_mismatch}" for b, part in parts if not part.equal), None),
+            **others,
+        )
+
+    def verdict(self) -> dict[str, Any]:
+        """The public form of these four; a difference that is not a number is null."""
+        difference = self.max_abs_difference
+        return {
+            "equal": self.equal,
+            "compared": self.compared,
+            "max_abs_difference": difference if math.isfinite(difference) else None,
+            "first_mismatch": self.first_mismatch,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedRun(Outcome):
     """One run: prompts and decode steps of several requests.
 
     Args:
         query: tokens of each request in a decode step.
         prompt: how the prompt got into the cache: ``whole``, or in ``chunks``.
-        equal: whether logits and sampled tokens are those of Transformers, and the executed ops those of the trace.
-        compared: logits compared.
-        max_abs_difference: the largest difference of two logits, NaN if one was not a number.
-        first_mismatch: the first thing that is wrong, in a sentence, or None.
         traced_ops: executed ops that were compared with the symbolic trace.
     """
 
     query: int
     prompt: str
-    equal: bool
-    compared: int
-    max_abs_difference: float
-    first_mismatch: str | None
     traced_ops: int
 
     def to_json(self) -> dict[str, Any]:
         """The public form."""
-        return {
-            "query_len": self.query,
-            "prompt": self.prompt,
-            "equal": self.equal,
-            "compared": self.compared,
-            "max_abs_difference": _number(self.max_abs_difference),
-            "first_mismatch": self.first_mismatch,
-            "traced_ops": self.traced_ops,
-        }
+        return {"query_len": self.query, "prompt": self.prompt, **self.verdict(), "traced_ops": self.traced_ops}
 
 
-@dataclass(frozen=True)
-class VerifiedLayout:
+@dataclass(frozen=True, kw_only=True)
+class VerifiedLayout(Outcome):
     """A layout with the runs that were made on it."""
 
     planned: PlannedLayout
     runs: tuple[VerifiedRun, ...]
 
-    @property
-    def equal(self) -> bool:
-        """Whether every run is."""
-        return all(run.equal for run in self.runs)
-
-    @property
-    def compared(self) -> int:
-        """Logits compared."""
-        return sum(run.compared for run in self.runs)
-
-    @property
-    def max_abs_difference(self) -> float:
-        """The largest difference, NaN if a logit was not a number."""
-        return _largest(run.max_abs_difference for run in self.runs)
-
-    @property
-    def first_mismatch(self) -> str | None:
-        """The first thing that is wrong, or None."""
-        wrong = (f"query length {run.query}, {run.first_mismatch}" for run in self.runs if not run.equal)
-        return next(wrong, None)
-
     def to_json(self) -> dict[str, Any]:
         """The public form."""
-        return {
-            **self.planned.to_json(),
-            "equal": self.equal,
-            "compared": self.compared,
-            "max_abs_difference": _number(self.max_abs_difference),
-            "first_mismatch": self.first_mismatch,
-            "runs": [run.to_json() for run in self.runs],
-        }
+        return {**self.planned.to_json(), **self.verdict(), "runs": [run.to_json() for run in self.runs]}
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, kw_only=True)
+class Verification(Outcome):
     """Outcome over all layouts.
 
     Args:
@@ -145,37 +150,10 @@ class Verification:
     tolerance: float
     layouts: tuple[VerifiedLayout, ...]
 
-    @property
-    def equal(self) -> bool:
-        """Whether every layout is."""
-        return all(layout.equal for layout in self.layouts)
-
-    @property
-    def compared(self) -> int:
-        """Logits compared."""
-        return sum(layout.compared for layout in self.layouts)
-
-    @property
-    def max_abs_difference(self) -> float:
-        """The largest difference, NaN if a logit was not a number."""
-        return _largest(layout.max_abs_difference for layout in self.layouts)
-
-    @property
-    def first_mismatch(self) -> str | None:
-        """The first thing that is wrong, or None."""
-        for layout in self.layouts:
-            if not layout.equal:
-                small, asked = layout.planned.small, layout.planned.asked
-                return f"{layout_label(small.parallel, asked.dcp_semantics)}: {layout.first_mismatch}"
-        return None
-
     def to_json(self) -> dict[str, Any]:
-        """``{"equal", "compared", "max_abs_difference", "first_mismatch", ...}``; not a number is null."""
+        """:meth:`verdict` over everything, and the same for each layout and run."""
         return {
-            "equal": self.equal,
-            "compared": self.compared,
-            "max_abs_difference": _number(self.max_abs_difference),
-            "first_mismatch": self.first_mismatch,
+            **self.verdict(),
             "tolerance": self.tolerance,
             "dtype": self.dtype,
             "model": self.model_id,
@@ -261,12 +239,17 @@ def verify(
         model = layout.small.model if double else _with_dtype(layout.small.model, dtype)
         runs = []
         for cell in _cells(layout, config.num_mtp_tokens or _DEFAULT_DRAFTS):
-            label = layout_label(layout.small.parallel, layout.asked.dcp_semantics)
-            progress(f"{layout.asked.what}: {label}, query length {cell.query}, prompt {_prompt(cell)}")
+            progress(f"{layout.asked.what}: {layout.ran_as}, query length {cell.query}, prompt {_prompt(cell)}")
             runs.append(_run(model, cell, seed, double))
-        outcomes.append(VerifiedLayout(layout, tuple(runs)))
-    tolerance = compare.TOLERANCE if double else compare.TOLERANCE_FLOAT32
-    return Verification(planned[0].small.model.model_id, dtype, tolerance, tuple(outcomes))
+        named_runs = [(f"query length {run.query}, ", run) for run in runs]
+        outcomes.append(VerifiedLayout.together(named_runs, planned=layout, runs=tuple(runs)))
+    return Verification.together(
+        [(f"{outcome.planned.ran_as}: ", outcome) for outcome in outcomes],
+        model_id=planned[0].small.model.model_id,
+        dtype=dtype,
+        tolerance=compare.TOLERANCE if double else compare.TOLERANCE_FLOAT32,
+        layouts=tuple(outcomes),
+    )
 
 
 def _run(model: ModelConfig, cell: Cell, seed: int, double: bool) -> VerifiedRun:
@@ -278,7 +261,15 @@ def _run(model: ModelConfig, cell: Cell, seed: int, double: bool) -> VerifiedRun
     except RankError as error:
         # A program that is cut wrongly may as well not run at all.
         lines = str(error).strip().splitlines()
-        return VerifiedRun(cell.query, _prompt(cell), False, 0, math.nan, f"{lines[0]} {lines[-1]}", 0)
+        return VerifiedRun(
+            equal=False,
+            compared=0,
+            max_abs_difference=math.nan,
+            first_mismatch=f"{lines[0]} {lines[-1]}",
+            query=cell.query,
+            prompt=_prompt(cell),
+            traced_ops=0,
+        )
     return VerifiedRun(
         query=cell.query,
         prompt=_prompt(cell),
@@ -345,12 +336,3 @@ def _check_cuts(planned: tuple[PlannedLayout, ...]) -> None:
 def _with_dtype(model: ModelConfig, dtype: str) -> ModelConfig:
     config = {k: v for k, v in json.loads(model.hf_config).items() if k != "torch_dtype"}
     return describe({**config, "dtype": dtype}, model.model_id, model.model_id)
-
-
-def _largest(values: Any) -> float:
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

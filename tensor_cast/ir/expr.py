@@ -221,29 +221,25 @@ def _call(function: str, *args: Dim) -> Expr:
 def floordiv(a: Dim, b: Dim) -> Expr:
     """``a // b``; exact divisions cancel, and ``(x + b - 1) // b`` is recognised as ``ceildiv(x, b)``."""
     num, den = Expr.wrap(a), Expr.wrap(b).simplified()
-    if isinstance(den, int):
-        if den == 1:
-            return num
-        if all(c % den == 0 for c in num.terms.values()):
-            return Expr({m: c // den for m, c in num.terms.items()})
-        if isinstance(num.simplified(), int):
-            return Expr.wrap(num.terms.get((), 0) // den)
-        if num.terms.get((), 0) == den - 1:
-            return ceildiv(num - (den - 1), den)
-    return _call("floordiv", num, den)
+    if isinstance(den, int) and den > 1 and num.terms.get((), 0) == den - 1:
+        return _quotient("ceildiv", num - (den - 1), den)
+    return _quotient("floordiv", num, den)
 
 
 def ceildiv(a: Dim, b: Dim) -> Expr:
     """The smallest integer not below ``a / b``; exact divisions cancel."""
-    num, den = Expr.wrap(a), Expr.wrap(b).simplified()
+    return _quotient("ceildiv", Expr.wrap(a), Expr.wrap(b).simplified())
+
+
+def _quotient(rounding: str, num: Expr, den: Dim) -> Expr:
+    """``num / den``, rounded as ``floordiv`` or ``ceildiv`` does; constants and exact divisions fold."""
     if isinstance(den, int):
-        if den == 1:
-            return num
         if all(c % den == 0 for c in num.terms.values()):
             return Expr({m: c // den for m, c in num.terms.items()})
-        if isinstance(num.simplified(), int):
-            return Expr.wrap(-(-num.terms.get((), 0) // den))
-    return _call("ceildiv", num, den)
+        constant = num.simplified()
+        if isinstance(constant, int):
+            return Expr.wrap(_EXACT[rounding](constant, den))
+    return _call(rounding, num, den)
 
 
 def mod(a: Dim, b: Dim) -> Expr:

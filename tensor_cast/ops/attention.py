@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tensor_cast.ops.kv_layout import key_index, key_positions
+from tensor_cast.ops.kv_layout import key_index, visible_keys
 
 
 @torch.library.custom_op("tensor_cast::reshape_and_cache", mutates_args=("kv_cache",))
@@ -83,6 +83,14 @@ def wide_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
+def softmax_shares(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """``exp(scores - lse)``, the shares of a sum whose logarithm is ``lse``.
+
+    A rank that owns no visible key has an ``lse`` of -inf and contributes nothing: 0 instead of exp(-inf + inf).
+    """
+    return torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0))
+
+
 def _attend(q, k, v, sinks, visible, scale, softcap):
     """Masked softmax: q [B, Q, h, D], k, v [B, S', hkv, ...] -> out [B, Q, h, Dv], lse [B, Q, h] (see wide_dtype)."""
     wide = wide_dtype(q)
@@ -95,18 +103,9 @@ def _attend(q, k, v, sinks, visible, scale, softcap):
     lse = torch.logsumexp(scores, dim=-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(wide)[None, :, None])
-    # A rank that owns no visible key contributes nothing: weight 0 instead of exp(-inf + inf).
-    weights = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0)[..., None])
-    out = torch.einsum("bhqs,bshd->bqhd", weights, v)
+    out = torch.einsum("bhqs,bshd->bqhd", softmax_shares(scores, lse[..., None]), v)
     # Results lie in memory as the shape functions say: whether a later reshape copies depends on it.
     return out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()
-
-
-def _visible(positions, num_keys, causal, window, dcp, dcp_rank, interleave):
-    keys = key_positions(positions, num_keys, window=window, dcp=dcp, rank=dcp_rank, interleave=interleave)
-    distance = positions[:, :, None] - keys[:, None, :]
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    return seen if window is None else seen & (distance < window)
 
 
 @torch.library.custom_op("tensor_cast::attention", mutates_args=())
@@ -132,7 +131,9 @@ def attention(
     under DCP the local keys are a strided sample of it, so lengths alone would not give the mask. ``sinks`` [h] are
     extra logits that take part in the denominator only.
     """
-    visible = _visible(positions, k.shape[1], causal, window, dcp, dcp_rank, interleave)
+    visible = visible_keys(
+        positions, k.shape[1], causal=causal, window=window, dcp=dcp, rank=dcp_rank, interleave=interleave
+    )
     out, lse = _attend(q, k, v, sinks, visible, scale, softcap)
     return [out, lse] if return_lse else [out]
 
@@ -164,7 +165,9 @@ def mla_attention(
 
     Every head reads the same latent; its first R = ``kv_lora_rank`` numbers are the value.
     """
-    visible = _visible(positions, kv.shape[1], causal, window, dcp, dcp_rank, interleave)
+    visible = visible_keys(
+        positions, kv.shape[1], causal=causal, window=window, dcp=dcp, rank=dcp_rank, interleave=interleave
+    )
     k = kv.unsqueeze(2)
     out, lse = _attend(q, k, k[..., :kv_lora_rank], None, visible, scale, None)
     return [out, lse] if return_lse else [out]
@@ -189,8 +192,7 @@ def merge_attention(
     total = torch.logsumexp(lses, dim=0)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(total.dtype))
-    weights = torch.exp(lses - total.masked_fill(total.isinf(), 0.0))
-    return (outs * weights[..., None]).sum(dim=0).to(dtype).contiguous()
+    return (outs * softmax_shares(lses, total)[..., None]).sum(dim=0).to(dtype).contiguous()
 
 
 @merge_attention.register_fake

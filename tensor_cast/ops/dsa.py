@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tensor_cast.ops.attention import wide_dtype
-from tensor_cast.ops.kv_layout import key_positions, slot_mapping
+from tensor_cast.ops.attention import softmax_shares, wide_dtype
+from tensor_cast.ops.kv_layout import key_positions, slot_mapping, visible_keys
 
 
 @torch.library.custom_op("tensor_cast::indexer_cache_write", mutates_args=("kv_cache",))
@@ -59,8 +59,8 @@ def indexer_scores(
     wide = wide_dtype(q)
     scores = torch.matmul(q.to(wide), keys.transpose(-1, -2).to(wide).unsqueeze(1)) * scale
     scores = torch.matmul(weights.to(wide).unsqueeze(-2), torch.relu(scores)).squeeze(-2)
-    places = key_positions(positions, keys.shape[1], window=None, dcp=dcp, rank=dcp_rank, interleave=interleave)
-    return scores.masked_fill(places[:, None, :] > positions[:, :, None], float("-inf"))
+    visible = visible_keys(positions, keys.shape[1], dcp=dcp, rank=dcp_rank, interleave=interleave)
+    return scores.masked_fill(~visible, float("-inf"))
 
 
 @indexer_scores.register_fake
@@ -141,9 +141,7 @@ def sparse_mla_attention(
     scores = torch.einsum("bqhc,bqkc->bqhk", q.to(wide), rows) * scale
     scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
-    # A rank that owns none of the chosen tokens contributes nothing: weight 0 instead of exp(-inf + inf).
-    probabilities = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0)[..., None])
-    out = torch.einsum("bqhk,bqkc->bqhc", probabilities, rows[..., :kv_lora_rank])
+    out = torch.einsum("bqhk,bqkc->bqhc", softmax_shares(scores, lse[..., None]), rows[..., :kv_lora_rank])
     # Results lie in memory as the shape function says.
     out, lse = out.to(q.dtype).contiguous(), lse.contiguous()
     return [out, lse] if return_lse else [out]

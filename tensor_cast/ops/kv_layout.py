@@ -53,3 +53,23 @@ def key_positions(
     if dcp == 1:
         return index
     return index // interleave * (interleave * dcp) + rank * interleave + index % interleave
+
+
+def visible_keys(
+    positions: torch.Tensor,
+    num_keys: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dcp: int = 1,
+    rank: int = 0,
+    interleave: int = 1,
+) -> torch.Tensor:
+    """Which of its local keys each query token of ``positions`` [B, Q] sees: [B, Q, num_keys].
+
+    A query at place p sees keys at places <= p (``causal``) and > p - window, places being those in the sequence.
+    """
+    keys = key_positions(positions, num_keys, window=window, dcp=dcp, rank=rank, interleave=interleave)
+    distance = positions[:, :, None] - keys[:, None, :]
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance < window)

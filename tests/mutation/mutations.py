@@ -6,7 +6,6 @@ of the gloo harness enter the context by name (``broken``), the process that jud
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from tensor_cast.engine import dcp as rules
 from tensor_cast.layers import attention, dcp, embedding, mla, moe, sharding
 from tensor_cast.layers.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from tensor_cast.layers.modules import path_of, wrap_forward
+from tensor_cast.ops import kv_layout
 from tensor_cast.proof import session
 from tensor_cast.proof.cell import Cell
 
@@ -334,9 +334,8 @@ def mask_without_rank() -> Iterator[Any]:
 
 
 def _places(change: Callable[[Any, Any, Any], torch.Tensor]) -> Any:
-    module = sys.modules["tensor_cast.ops.attention"]  # the package's attribute of that name is the op
-    inner = module.key_positions
-    return patch.object(module, "key_positions", lambda *args, **how: change(inner, args, how))
+    inner = kv_layout.key_positions
+    return patch.object(kv_layout, "key_positions", lambda *args, **how: change(inner, args, how))
 
 
 @mutation("tokens stored on the wrong rank of a DCP group", "deepseek_v3", tp=2, dcp=2)
