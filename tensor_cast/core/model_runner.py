@@ -91,11 +91,20 @@ class RunResult:
         return self.memory.kv / GIB
 
     def layers(self) -> list[LayerTime]:
-        """Time by group of equal layers, in program order, and of what stands outside the layer stack."""
-        totals: dict[tuple[int, ...], float] = {}
+        """Time of what stands outside the layer stack, and by group of layers that run the same parts."""
+        parts: dict[int, dict[tuple[int, ...], None]] = {}
         for op in self.estimate.ops:
-            totals[op.layers] = totals.get(op.layers, 0.0) + op.total_s
-        return [LayerTime(_layer_name(group), len(group) or 1, seconds) for group, seconds in totals.items()]
+            for layer in op.layers:
+                parts.setdefault(layer, {})[op.layers] = None
+        groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for layer, found in parts.items():
+            groups.setdefault(tuple(found), []).append(layer)
+        seconds = self.estimate.by_layer()
+        rows = [
+            LayerTime(_layer_name(tuple(group)), len(group), sum(seconds[layer] for layer in group))
+            for group in groups.values()
+        ]
+        return [LayerTime("outside", 1, seconds.get(None, 0.0)), *rows]
 
     def to_json(self) -> dict[str, Any]:
         """The public JSON form of ``msmodeling text_generate``."""
@@ -162,8 +171,6 @@ def _op_json(op: OpEstimate) -> dict[str, Any]:
 
 def _layer_name(layers: tuple[int, ...]) -> str:
     """``0-2``, ``3-60``, ``0,2,4..34``: runs of layers in few characters."""
-    if not layers:
-        return "outside"
     first, last = layers[0], layers[-1]
     if layers == tuple(range(first, last + 1)):
         return str(first) if first == last else f"{first}-{last}"
@@ -188,6 +195,7 @@ class ModelRunner:
             config.quantize_linear_action,
             config.quantize_attention_action,
             dcp_semantics=config.get_dcp_semantics(),
+            expert_kernel=self.engine.expert_kernel(self.device.name),
         )
         self.library = TraceLibrary(self.model, cache_dir=cache_dir, use_cache=use_cache)
 

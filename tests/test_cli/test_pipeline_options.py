@@ -107,6 +107,9 @@ def test_sparse_attention_across_the_border(run):
         assert result.code == 0
         assert ("UNSAFE" in result.err) == (how == "unsafe")
         documents[how] = result.json()["pipeline"]
+        counts = {row["name"]: row["count"] for row in result.json()["layers"] if row["name"] != "outside"}
+        assert sum(counts.values()) == 78
+        assert ("39-41" in counts) == (how == "self-compute")
     assert documents["self-compute"]["own_indexer_layers"] == documents["unsafe"]["unsafe_layers"] == [39, 40, 41]
     unsafe, own, sent = (documents[how]["stages"][1] for how in ("unsafe", "self-compute", "send-indices"))
     assert own["weights_gib"] - unsafe["weights_gib"] == pytest.approx(3 * 2 * 9_371_904 / 2**30)
