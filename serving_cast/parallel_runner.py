@@ -102,7 +102,11 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
         device=device,
         engine=engine,
         quant=QuantConfig.resolve(
-            model, config.quantize_linear_action, config.quantize_attention_action, dcp_semantics=semantics
+            model,
+            config.quantize_linear_action,
+            config.quantize_attention_action,
+            dcp_semantics=semantics,
+            expert_kernel=engine.expert_kernel(device.name),
         ),
         dcp_semantics=semantics,
         block_size=block,

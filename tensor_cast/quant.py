@@ -12,16 +12,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tensor_cast.dtypes import bits_of
+from tensor_cast.engine.expert_kernels import ExpertKernel
 from tensor_cast.errors import ConfigError
 from tensor_cast.ir.record import ParamSpec, Role
 from tensor_cast.model_config import ModelConfig
 from tensor_cast.registry import Registry
-from tensor_cast.units import ceil_div
+from tensor_cast.units import ceil_div, round_up
 
-__all__ = ["KV_SCHEMES", "SCHEMES", "QuantConfig", "QuantScheme", "ScaleTensor"]
+__all__ = ["KV_SCHEMES", "SCHEMES", "QuantConfig", "QuantScheme", "ScaleTensor", "padded_vocab"]
 
 FP8 = "float8_e4m3fn"
 FP4 = "float4_e2m1fn"
+
+
+#: Engines pad the vocabulary to a multiple of this before they divide it (vLLM, vllm-ascend).
+VOCAB_MULTIPLE = 64
+
+
+def padded_vocab(size: int) -> int:
+    """Rows of the embedding table before it is divided by tp."""
+    return round_up(size, VOCAB_MULTIPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +178,8 @@ class QuantConfig:
         indexer_dtype: dtype of the cache of an indexer (sparse attention), and of the product with its keys.
         model_dtype: dtype of what is not quantised, routers included.
         skip: patterns of module names that keep their dtype.
+        expert_kernel: kernel that keeps MXFP4 experts on the device; None keeps them as the checkpoint does.
+        hidden_size: of the model, which tells the two dimensions of an expert's matrix apart.
         source: where the choice comes from (an option, or the config's own method).
     """
 
@@ -177,6 +189,8 @@ class QuantConfig:
     indexer_dtype: str = FP8
     model_dtype: str = "bfloat16"
     skip: tuple[str, ...] = ()
+    expert_kernel: ExpertKernel | None = None
+    hidden_size: int = 0
     source: str = "unquantised"
 
     @property
@@ -192,11 +206,13 @@ class QuantConfig:
         attention_action: str | None = None,
         *,
         dcp_semantics: str = "vllm",
+        expert_kernel: ExpertKernel | None = None,
     ) -> QuantConfig:
         """What runs: the options, and where one is None the model's own ``quantization_config``.
 
         ``dcp_semantics`` tells whose indexer cache it is: vLLM's is always fp8, vllm-ascend's has 16 bits like its main
         cache, or int8 beside an 8-bit one (:func:`tensor_cast.engine.kv_formats.indexer_token_bytes`).
+        ``expert_kernel`` is the engine's for the device (``EngineProfile.expert_kernel``).
 
         Raises:
             UnknownNameError: an option is not a scheme.
@@ -210,7 +226,13 @@ class QuantConfig:
             kv_dtype = names.get(attention_action)[0] or model.dtype
         own = dcp_semantics == "vllm"
         indexer_dtype = FP8 if own else model.dtype if bits_of(kv_dtype) >= 16 else "int8"
-        plain = cls(kv_dtype=kv_dtype, indexer_dtype=indexer_dtype, model_dtype=model.dtype)
+        plain = cls(
+            kv_dtype=kv_dtype,
+            indexer_dtype=indexer_dtype,
+            model_dtype=model.dtype,
+            expert_kernel=expert_kernel,
+            hidden_size=model.hidden_size,
+        )
         if linear_action is not None:
             scheme = SCHEMES.get(linear_action)
             # A checkpoint's exceptions hold for its own method; another one is applied to every linear.
@@ -241,6 +263,42 @@ class QuantConfig:
         router = param.role is Role.ROUTER and len(param.shape) > 1
         dtype = self.model_dtype if router else param.dtype
         return scheme.weight_bytes(param.shape, dtype, experts=param.role is Role.EXPERTS)
+
+    def resident_bytes(self, param: ParamSpec) -> int:
+        """Exact bytes of one parameter on its rank as the engine keeps it: padded where it or its kernel pads."""
+        if param.role in (Role.EMBEDDING, Role.LM_HEAD) and not param.splits:
+            # A table that is cut is padded in the trace already.
+            param = replace(param, shape=(padded_vocab(param.shape[0]), *param.shape[1:]))
+        kernel = self._kernel_of(param.name)
+        if kernel is None or param.tied_to:
+            return self.param_bytes(param)
+        if len(param.shape) == _MATRIX_DIMS[Role.EXPERTS]:
+            rows, columns = self._padded(param.name, param.shape, kernel)
+            return param.shape[0] * kernel.matrix_bytes(rows, columns)
+        hidden, width = kernel.padded(self.hidden_size, param.shape[-1] // 2)
+        return param.shape[0] * (hidden if "down" in param.name else 2 * width) * kernel.bias_bytes
+
+    def padding(self, name: str, shape: tuple[int, ...]) -> float:
+        """Elements that the kernel reads and multiplies for each one of experts' matrices ``[E_local, ., .]``."""
+        kernel = self._kernel_of(name)
+        if kernel is None:
+            return 1.0
+        rows, columns = self._padded(name, shape, kernel)
+        return rows * columns / (shape[1] * shape[2])
+
+    def _kernel_of(self, name: str) -> ExpertKernel | None:
+        """The kernel that keeps the parameter (experts' matrices and biases) in a form of its own."""
+        module, _, last = name.rpartition(".")
+        if not module.endswith(".experts") or "_proj" not in last or self.experts.name != "MXFP4" or self._skips(name):
+            return None
+        return self.expert_kernel
+
+    def _padded(self, name: str, shape: tuple[int, ...], kernel: ExpertKernel) -> tuple[int, int]:
+        """(outputs, inputs) of one expert's matrix as the kernel has it, whichever way the checkpoint stores it."""
+        down = "down" in name.rsplit(".", 1)[-1]
+        width = shape[1] * shape[2] // self.hidden_size // (1 if down else 2)
+        hidden, width = kernel.padded(self.hidden_size, width)
+        return (hidden, width) if down else (2 * width, hidden)
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -66,7 +66,12 @@ class StagePlanner:
         self.device = load_device(config.device)
         self.engine = load_engine(config.engine or default_engine(self.device))
         self.semantics = config.dcp_semantics or self.engine.dcp_semantics
-        self.quant = QuantConfig.resolve(self.model, config.quantize_linear_action, dcp_semantics=self.semantics)
+        self.quant = QuantConfig.resolve(
+            self.model,
+            config.quantize_linear_action,
+            dcp_semantics=self.semantics,
+            expert_kernel=self.engine.expert_kernel(self.device.name),
+        )
         self.parallel = ParallelConfig(
             tensor_parallel_size=config.tp_size,
             pipeline_parallel_size=config.pp_size,

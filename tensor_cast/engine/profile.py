@@ -6,16 +6,27 @@ budgeted, and what the host adds to each step.
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
+from tensor_cast.engine.expert_kernels import EXPERT_KERNELS, ExpertKernel
 from tensor_cast.model_config import AttentionKind
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 _TEXTS = ("name", "version", "description", "sources")
+
+
+class ExpertKernelRule(BaseModel):
+    """``kernel`` keeps MXFP4 experts on devices whose names match one of ``devices`` (``H100*``)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: str
+    devices: tuple[str, ...]
 
 
 class EngineProfile(BaseModel):
@@ -33,6 +44,8 @@ class EngineProfile(BaseModel):
         host_step_s: host time per step that is not hidden behind the device.
         pp_extra_batches: batches that a pipeline keeps in flight beyond one for each stage.
         pp_overlap: transfers between stages do not hold up the receiving stage.
+        mxfp4_experts: which kernel keeps MXFP4 experts on which devices; the first rule that matches. None matches: as
+            the checkpoint has them.
         profiles_kernels: kernels' buffers are sized ahead, and the profile run samples.
         moe_data_parallel: whether experts may be replicated over data-parallel ranks, and EP smaller than tp * dp.
     """
@@ -54,6 +67,7 @@ class EngineProfile(BaseModel):
     host_step_s: NonNegative
     pp_extra_batches: NonNegativeInt = 0
     pp_overlap: bool = False
+    mxfp4_experts: tuple[ExpertKernelRule, ...] = ()
     profiles_kernels: bool = True
     moe_data_parallel: bool = False
     sources: dict[str, str] = Field(default_factory=dict)
@@ -69,6 +83,17 @@ class EngineProfile(BaseModel):
         if unknown := [name for name in self.sources if name not in values]:
             raise ValueError(f"sources: {', '.join(unknown)} is no value of an engine")
         return self
+
+    def expert_kernel(self, device: str) -> ExpertKernel | None:
+        """The kernel that keeps MXFP4 experts on the device of that name; None keeps them as they were loaded.
+
+        Raises:
+            UnknownNameError: the profile names a kernel that is not known.
+        """
+        for rule in self.mxfp4_experts:
+            if any(fnmatch(device.upper(), pattern.upper()) for pattern in rule.devices):
+                return EXPERT_KERNELS.get(rule.kernel)
+        return None
 
     def block_size_for(self, attention: AttentionKind) -> int:
         """Tokens per physical KV block that the engine picks for this kind of attention."""

@@ -11,6 +11,8 @@ ids in one collective, as engines do (vLLM groups the ``all_gatherv`` of a dispa
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tensor_cast.dtypes import bits_of
@@ -116,9 +118,22 @@ class _Rewriter:
         attrs["compute_dtype"] = chosen.activation_dtype or model_dtype
         if chosen.kernel:
             attrs["kernel"] = chosen.kernel
+        if op.name == _EXPERTS and (padding := self._padding(op, schemes)) > 1:
+            attrs["padding"] = padding
         return replace(
             op, inputs=tuple(inputs), input_ids=tuple(ids), attrs=tuple(sorted(attrs.items(), key=lambda kv: kv[0]))
         )
+
+    def _padding(self, op: OpRecord, schemes: Mapping[int, QuantScheme]) -> float:
+        """Elements that the kernel of the experts reads for each one that there is."""
+        matrices = [op.inputs[i] for i, scheme in schemes.items() if scheme.quantises]
+        shapes = [tuple(int(evaluate(dim, {})) for dim in spec.shape) for spec in matrices]
+        sizes = [math.prod(shape) for shape in shapes]
+        padded = [
+            size * self.quant.padding(spec.name, shape)
+            for size, spec, shape in zip(sizes, matrices, shapes, strict=True)
+        ]
+        return sum(padded) / sum(sizes)
 
     def _dispatched(self, op: OpRecord) -> OpRecord:
         """Experts whose tokens come from other ranks: one collective, of quantised tokens and 32-bit ids.

@@ -10,15 +10,6 @@ from torch import nn
 
 from tensor_cast.layers.collectives import all_reduce
 from tensor_cast.layers.modules import wrap_forward
-from tensor_cast.units import round_up
-
-#: Engines pad the vocabulary to a multiple of this before they divide it (vLLM, vllm-ascend).
-VOCAB_MULTIPLE = 64
-
-
-def padded_vocab(size: int) -> int:
-    """Rows of the embedding table before it is divided by tp."""
-    return round_up(size, VOCAB_MULTIPLE)
 
 
 def make_vocab_parallel(embedding: nn.Embedding, rank: int) -> None:

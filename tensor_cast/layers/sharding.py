@@ -20,11 +20,12 @@ from tensor_cast.layers import indexer, mla
 from tensor_cast.layers.attention import HeadsCore
 from tensor_cast.layers.collectives import all_gather, all_reduce
 from tensor_cast.layers.context import ParallelContext
-from tensor_cast.layers.embedding import make_vocab_parallel, padded_vocab
+from tensor_cast.layers.embedding import make_vocab_parallel
 from tensor_cast.layers.modules import clone_tree, on_first_tensor, path_of, wrap_forward
 from tensor_cast.layers.moe import ExpertsCore, split_range
 from tensor_cast.layers.plan import ModuleRule, ShardPlan, Split
 from tensor_cast.layers.structure import is_attention, is_experts, is_mla, is_sparse
+from tensor_cast.quant import padded_vocab
 
 
 def _need(condition: bool, rule: str, need: str, have: str) -> None:

@@ -40,7 +40,7 @@ def param_counts(trace: Trace) -> dict[str, tuple[ParamSpec, int]]:
 
 
 def weight_bytes(trace: Trace, quant: QuantConfig) -> int:
-    """Exact bytes of the parameters on one rank, as they are loaded.
+    """Exact bytes of the parameters on one rank, as the engine keeps them (its kernel pads, if ``quant`` names one).
 
     Scales count, tied parameters count once. Engines keep a dense bf16 copy of a *quantised* ``kv_b_proj`` (absorbed
     MLA multiplies by slices of it), which counts too.
@@ -50,7 +50,7 @@ def weight_bytes(trace: Trace, quant: QuantConfig) -> int:
 
 def resident_bytes(param: ParamSpec, quant: QuantConfig) -> int:
     """What :func:`weight_bytes` counts for one parameter of one layer."""
-    return quant.param_bytes(param) + _absorbed_copy(param, quant)
+    return quant.resident_bytes(param) + _absorbed_copy(param, quant)
 
 
 def _absorbed_copy(param: ParamSpec, quant: QuantConfig) -> int:

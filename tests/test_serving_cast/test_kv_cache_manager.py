@@ -120,9 +120,9 @@ def test_no_drafts_beyond_the_longest_request() -> None:
 def test_windowed_layers_take_blocks_of_the_widest_group() -> None:
     """gpt-oss-20b: 12 layers with a window of 128 tokens and 12 without, in two groups that draw from one pool.
 
-    A page of 16 tokens is 8 heads * 2 * 64 elements of two bytes: 32 KiB, so a block costs 12 * 32 KiB. 5,000 tokens take
-    313 blocks of the full layers. Behind a window a decoding request keeps 128 tokens: 8 blocks and one for the partial
-    ends. While its prompt is computed, 8,192 tokens may be scheduled before anything is freed: all of 5,000 and one.
+    A page of 16 tokens is 8 heads * 2 * 64 elements of two bytes: 32 KiB, so a block costs 12 * 32 KiB. 5,000 tokens
+    take 313 blocks of the full layers. Behind a window a decoding request keeps 128 tokens: 8 blocks and one for the
+    partial ends. While its prompt is computed, 8,192 tokens may be scheduled before anything is freed: all of 5,000.
     """
     kv = KVCacheManager(
         load_model_config("openai/gpt-oss-20b"), ParallelConfig(), 16, "bfloat16", "vllm", max_model_len=5000,

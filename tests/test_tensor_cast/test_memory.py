@@ -141,7 +141,7 @@ def test_tied_head_costs_nothing() -> None:
     embed = ParamSpec("embed.weight", (1000, H), (1000, H), "bfloat16", Role.EMBEDDING)
     tied = ParamSpec("lm_head.weight", (1000, H), (1000, H), "bfloat16", Role.LM_HEAD, tied_to="embed.weight")
     steps = trace(Segment(Part("e", (), (embed,))), Segment(Part("h", (), (tied,))))
-    assert weight_bytes(steps, QuantConfig()) == 2 * 1000 * H
+    assert weight_bytes(steps, QuantConfig()) == 2 * 1024 * H  # 1,000 rows padded to 16 * 64
 
 
 def test_quantised_kv_b_keeps_a_dense_copy() -> None:

@@ -15,8 +15,9 @@ from tensor_cast.ir.expr import Num
 from tensor_cast.ir.record import Kind, OpRecord
 from tensor_cast.performance_model.base import OpCost, op_cost, tensor_bytes, tensor_numel, total_bytes
 
-#: Rows that one tile of a grouped product holds; half of one is empty on average for each expert it visits.
-TILE_ROWS = 64
+#: Rows that one tile of a grouped product holds, fewest and most: kernels choose by the rows of an expert. Half a tile
+#: is empty on average for each expert that is visited.
+MIN_TILE_ROWS, TILE_ROWS = 16, 64
 #: Columns of the intermediate width that one tile covers.
 TILE_COLUMNS = 64
 
@@ -58,7 +59,8 @@ def grouped_experts(op: OpRecord) -> OpCost:
     """hidden[T,H], topk_ids[T,k], topk_weights[T,k], gate_up[E_local,2I,H], down[E_local,H,I] -> [T,H].
 
     Biases and scales may follow. Reads the weights of touched experts only; activations go through memory between the
-    two products. Attribute ``skew`` as in :func:`touched_experts`.
+    two products. Attribute ``skew`` as in :func:`touched_experts`; ``padding`` is what a kernel that pads the matrices
+    reads and multiplies for each of their elements.
     """
     hidden = op.inputs[0]
     weights = [spec for spec in op.inputs if spec.kind is Kind.WEIGHT]
@@ -70,23 +72,27 @@ def grouped_experts(op: OpRecord) -> OpCost:
     experts, top_k = int(op.attr("num_experts", local)), int(op.attr("top_k"))
 
     tokens = tensor_numel(hidden) / width
-    touched = touched_experts(tokens, experts, top_k, float(op.attr("skew", 0.0))) * local / experts
-    rows = tokens * top_k * local / experts
+    touched = op.attr("touched")
+    if touched is None:
+        touched = touched_experts(tokens, experts, top_k, float(op.attr("skew", 0.0))) * local / experts
+    rows = op.attr("rows", tokens * top_k * local / experts)
     flops_per_row = 2 * width * (up + inter)
+    padding = float(op.attr("padding", 1.0))
     out = op.outputs[0]
+    tile = np.clip(rows / touched, MIN_TILE_ROWS, TILE_ROWS)
     # Each expert visited has a tile that is half empty on average, and one tile at least.
-    tiles = np.maximum(touched, rows / TILE_ROWS + touched / 2)
+    tiles = np.maximum(touched, rows / tile + touched / 2)
     across = np.maximum(inter / TILE_COLUMNS, 1)
     # permuted input, both intermediates and the expert outputs, each written once and read once
     passed_on = rows * (width + up + inter + width) * (tensor_bytes(out) / tensor_numel(out))
     return OpCost(
         op_class=OpClass.MOE,
         flops=rows * flops_per_row,
-        padded_flops=(rows + touched * TILE_ROWS / 2) * flops_per_row,
+        padded_flops=(rows + touched * tile / 2) * flops_per_row * padding,
         tiles=tiles * across,
         streams=touched * across,
         compute_dtype=str(op.attr("compute_dtype", hidden.dtype)),
-        bytes_read=touched / local * total_bytes(weights) + tensor_bytes(hidden) + passed_on,
+        bytes_read=touched / local * padding * total_bytes(weights) + tensor_bytes(hidden) + passed_on,
         bytes_written=tensor_bytes(out) + passed_on,
         variant=str(op.attr("kernel", "")),
     )
