@@ -26,6 +26,8 @@ from tensor_cast.model_config import AttentionKind, ModelConfig
 
 #: Types that Transformers does not map but that are, weight for weight, one that it does.
 ALIASES = {"kimi_k2": "deepseek_v3"}
+#: Layers of a model that is built at most. Transformers makes each of them, some four milliseconds a piece.
+MAX_LAYERS = 2000
 
 # Attention goes to our function. No mask function is registered under the name, so Transformers builds no mask at all.
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
@@ -74,6 +76,11 @@ def build(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrained
     Raises:
         UnsupportedModelError, ConfigError: see :func:`hf_config`; also when Transformers cannot build it.
     """
+    if model.num_hidden_layers > MAX_LAYERS:
+        raise UnsupportedModelError(
+            f"{model.model_id} has {model.num_hidden_layers:,} decoder layers; models of up to {MAX_LAYERS:,} are "
+            "traced. Set num_hidden_layers to that or less: layers of a kind cost the same."
+        )
     with _quiet(), no_init_weights():
         config = hf_config(model)
         config._experts_implementation = IMPLEMENTATION

@@ -294,3 +294,9 @@ def test_attention_that_cannot_be_replaced_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values, default=str))
     with pytest.raises(UnsupportedModelError, match="table of its own"):
         tensor_cast.trace(str(tmp_path), use_cache=False)
+
+
+def test_models_of_very_many_layers_are_refused_at_once() -> None:
+    many = tiny("llama", num_hidden_layers=100_000)
+    with pytest.raises(UnsupportedModelError, match="tiny-llama has 100,000 decoder layers; models of up to 2,000 are"):
+        one(many)
