@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from dataclasses import replace
 from typing import Any
@@ -23,7 +25,7 @@ from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.errors import ConfigError, LegalityError
 from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.performance_model.pipeline import steady_flow
-from tensor_cast.pipeline_partition import DsaSplit, all_partitions
+from tensor_cast.pipeline_partition import DsaSplit, all_partitions, unsafe_layers
 
 LLAMA = "meta-llama/Meta-Llama-3.1-70B"
 BOTH = (Phase.DECODE, Phase.PREFILL)
@@ -169,6 +171,10 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["parallel"]: row["batches_in_flight"] for row in out["candidates"]} == {"tp4": 1, "tp4pp2": 3}
     assert out["inputs"]["pp_sizes"] == [1, 2]
     assert out["inputs"]["pp_extra_batches"] == 1
+    assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,39", "--format", "csv"]) == 0
+    rows = {row["parallel"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+    assert [stage["layers"] for stage in json.loads(rows["tp4pp2"]["stages"])] == [41, 39]
+    assert (rows["tp4pp2"]["own_indexer_layers"], rows["tp4"]["stages"]) == ("", "")
     assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,40"]) == 0
     out = json.loads(capsys.readouterr().out)
     (rejection,) = out["rejections"]
@@ -253,6 +259,14 @@ def test_a_safe_partition_costs_the_same_whatever_is_asked(dcp: int) -> None:
     rows = {split: glm_points("42,36", split, dcp=dcp).row(7) for split in (None, *DsaSplit)}
     assert len(set(rows.values())) == 1
     assert rows[None].own_indexer_layers is rows[None].unsafe_layers is None
+
+
+def test_auto_stays_safe_unless_told_how_to_go_on() -> None:
+    space = SearchSpace(tp=(8,), dp=(1,), ep=(1,), dcp=(1,), pp=(2, 3), batch_range=(8, 8))
+    run = runner(model=GLM, num_devices=48, devices=("H200_SXM",), space=space, pp_layer_partition="auto")
+    tried = [points.parallel.pp_layer_partition for points in run.evaluate().points]
+    assert {len(partition) for partition in tried} == {2, 3}
+    assert not any(unsafe_layers(partition, run.setting.model.indexer_layers) for partition in tried)
 
 
 def test_weights_are_those_of_capacity() -> None:
