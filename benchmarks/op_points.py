@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.expert_load import expert_load
 from tensor_cast.ir.record import Kind, OpRecord, TensorSpec
 from tensor_cast.performance_model.base import COSTS, OpCost
 from tensor_cast.quant import SCHEMES, QuantScheme
@@ -171,7 +172,7 @@ def _moe(row: Row) -> tuple[str, OpCost]:
     up = _weight((local, 2 * inter if gated else inter, width), scheme, experts=True)
     down = _weight((local, width, inter), scheme, experts=True)
     hidden = TensorSpec((t, width), BF16)
-    skew = 0.0 if row["distribution"] == "balanced" else float(row["distribution"].rsplit("_", 1)[1])
+    load = expert_load(t, experts, k, ep, row["distribution"])
     cost = _cost(
         "tensor_cast.grouped_experts",
         [hidden, *ids, up[0], down[0], *up[1:], *down[1:]],
@@ -179,7 +180,8 @@ def _moe(row: Row) -> tuple[str, OpCost]:
         num_experts=experts,
         top_k=k,
         gated=gated,
-        skew=skew,
+        rows=load.rows,
+        touched=load.touched,
         compute_dtype=DTYPES[dtype],
     )
     return f"moe:{'fp8_block' if dtype == 'fp8_block' else DTYPES[dtype]}", cost
@@ -216,9 +218,11 @@ def _measures_more(table: str, row: Row) -> bool:
     """Whether the row is no measure of the op alone.
 
     TensorRT-LLM's fp8 product quantises its input too, which is an op of its own in a trace. The fp8 products of
-    absorbed MLA are left out as well: engines run them in bf16.
+    absorbed MLA are left out as well: engines run them in bf16. Tables of balanced experts do not tell whether the
+    tokens of one rank or of all are counted.
     """
-    return (table == "gemm_fp8" and row["backend"] == "trtllm") or row.get("bmm_dtype") == "fp8"
+    several = table == "moe" and row["distribution"] == "balanced" and row["moe_ep_size"] != "1"
+    return several or (table == "gemm_fp8" and row["backend"] == "trtllm") or row.get("bmm_dtype") == "fp8"
 
 
 def kernel_samples(folder: Path, system: str) -> dict[str, list[Sample]]:

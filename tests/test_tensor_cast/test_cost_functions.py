@@ -210,6 +210,24 @@ def experts(tokens: Any, *, local: int = 256, ep: int = 1) -> OpCost:
     return cost("tensor_cast.grouped_experts", inputs, [act(tokens, 7168)], num_experts=256, top_k=8, ep=ep, gated=True)
 
 
+def test_tiles_of_experts_fit_their_rows() -> None:
+    """256 tokens give each of 256 experts 8 rows in tiles of 16; 65,536 give each 2,048 in tiles of 64."""
+    row = 2 * (4096 * 7168 + 7168 * 2048)
+    few, many = experts(256), experts(65_536)
+    touched = 256 * (1 - (1 - 8 / 256) ** 256)
+    assert few.padded_flops == pytest.approx((256 * 8 + touched * 8) * row)
+    assert many.padded_flops == pytest.approx((65_536 * 8 + 256 * 32) * row)
+
+
+def test_given_load_of_a_rank_replaces_an_even_share() -> None:
+    inputs = [act(64, 512), index(64, 2), act(64, 2), weight(4, 256, 512), weight(4, 512, 128)]
+    c = cost(
+        "tensor_cast.grouped_experts", inputs, [act(64, 512)], num_experts=8, top_k=2, ep=2, rows=96.0, touched=3.0
+    )
+    assert c.flops == 96 * 2 * (256 * 512 + 512 * 128)
+    assert c.streams == 3 * (128 / 64)
+
+
 def test_experts_read_only_what_the_batch_touches() -> None:
     one = experts(1)
     per_expert = 2 * (4096 * 7168 + 7168 * 2048)
