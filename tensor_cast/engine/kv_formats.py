@@ -34,6 +34,14 @@ class KVFormat:
     heads: Callable[[int, int], int] | None
     latent: Callable[[int, int], int] | None
 
+    def __reduce__(self) -> tuple[Callable[[str], KVFormat], tuple[str]]:
+        """By name: functions do not travel between processes."""
+        return _of_name, (self.name,)
+
+
+def _of_name(name: str) -> KVFormat:
+    return KV_FORMATS.get(name)
+
 
 KV_FORMATS: Registry[KVFormat] = Registry("KV cache dtype")
 
