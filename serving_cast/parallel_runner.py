@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig
 from serving_cast.service.layout_costs import CostsFactory, Grid, LayoutCosts, Setting, TracedCostsFactory
+from serving_cast.service.layout_sizes import layout_sizes
 from serving_cast.service.optimizer_summary import FailedSummary, OptimizerSummary, Summary
 from serving_cast.service.pareto import pareto_rows
 from serving_cast.service.pd_ratio import best_ratio, transfer_seconds
@@ -22,8 +23,7 @@ from serving_cast.service.rows import Rejection, Row
 from serving_cast.service.search import choose, merit, nearest
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import solve_staged
-from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid, SteadyState
-from serving_cast.service.utils import divisors, resolve_search_sizes
+from serving_cast.service.steady_state import GRIDS, AggregatedGrid, DecodeGrid, PrefillGrid, SteadyState
 from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.dcp import get_semantics
@@ -56,12 +56,6 @@ _PHASES: dict[str, tuple[Phase, ...]] = {
     "prefill": (Phase.PREFILL,),
     # Prefill as well: the engine sizes its pool after a profile run with a full budget of prompt tokens.
     "decode": (Phase.DECODE, Phase.PREFILL),
-}
-
-_GRIDS: dict[str, Callable[..., Grid]] = {
-    _AGGREGATED: AggregatedGrid.build,
-    "prefill": PrefillGrid.build,
-    "decode": DecodeGrid.build,
 }
 
 
@@ -134,45 +128,6 @@ class ParallelRunner:
         self._progress = progress or (lambda done, total: None)
 
     # -- layouts ------------------------------------------------------------------------------------------------
-    def layouts(self) -> Iterator[dict[str, int]]:
-        """Sizes of every layout to look at, legal or not. Only sizes that the user listed may need too many devices."""
-        space, total = self.config.space, self.config.num_devices
-        experts = self.setting.model.is_moe
-        listed = space.tp is not None and space.dp is not None
-        for tp in resolve_search_sizes(space.tp, self._tp_sizes()):
-            for dp in resolve_search_sizes(space.dp, self._dp_sizes(tp)):
-                if tp * dp > total and not (listed or max(tp, dp) > total):
-                    continue
-                for pp in resolve_search_sizes(space.pp, (1,)):
-                    if pp > 1 and tp * dp * pp > total and not (listed or pp > total):
-                        continue
-                    for ep in resolve_search_sizes(space.ep, (1, tp * dp) if experts else (1,)):
-                        for moe_dp in resolve_search_sizes(space.moe_dp, (1,)):
-                            for dcp in resolve_search_sizes(space.dcp, divisors(tp)):
-                                yield {
-                                    "tp_size": tp,
-                                    "pp_size": pp,
-                                    "dp_size": dp,
-                                    "ep_size": ep,
-                                    "moe_dp_size": moe_dp,
-                                    "dcp_size": dcp,
-                                }
-
-    def _tp_sizes(self) -> tuple[int, ...]:
-        """TP sizes to try unasked: what divides the heads and fits the devices. The rest could only be refused."""
-        return tuple(n for n in divisors(self.setting.model.num_attention_heads) if n <= self.config.num_devices)
-
-    def _dp_sizes(self, tp: int) -> tuple[int, ...]:
-        """DP sizes to try unasked beside ``tp``: those that divide the devices, or an instance's where it is given.
-
-        Ranks that share no experts are replicas by another name, so a dense model gets more than one only to fill an
-        instance of a given size.
-        """
-        asked = {self.config.prefill_devices_per_instance, self.config.decode_devices_per_instance} - {None}
-        instances = {size // tp for size in asked if size is not None and size % tp == 0}
-        alone = divisors(self.config.num_devices) if self.setting.model.is_moe else (1,)
-        return tuple(sorted({*alone, *(d for n in instances for d in divisors(n))}))
-
     def _sized(self, sizes: Mapping[str, Any]) -> ParallelConfig:
         return ParallelConfig(**sizes, cp_kv_cache_interleave_size=self.setting.interleave)
 
@@ -229,7 +184,7 @@ class ParallelRunner:
             "decode": self.config.decode_devices_per_instance,
         }
         size = wanted.get(phase) if self.config.mode is Mode.PD_RATIO else None
-        for sizes in self.layouts():
+        for sizes in layout_sizes(self.setting):
             if phase == "prefill":
                 sizes = {**sizes, "dcp_size": 1}
             asked = self._sized(sizes)
@@ -280,8 +235,7 @@ class ParallelRunner:
         per_request = workload.new_input_tokens if phase == "prefill" else workload.query_length
         high = min(high, int(s.budget // per_request), s.max_num_seqs or high)
         batches = np.arange(low, max(low, high) + 1, dtype=np.int64)
-        build: Callable[..., Grid] = _GRIDS[phase]
-        return batches, build(workload, s.budget, batches.astype(np.float64))
+        return batches, GRIDS[phase](workload, s.budget, batches.astype(np.float64))
 
     def _points(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from serving_cast.service.layout_costs import Grid, LayoutCosts, Setting, Traced
 from serving_cast.service.rows import Row
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import solve_staged
-from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
+from serving_cast.service.steady_state import GRIDS, AggregatedGrid, PrefillGrid
 from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, timeline_svg, write_report
 from tensor_cast.ir.record import Phase
 from tensor_cast.performance_model.pipeline import CAUSES, Flow, Slot, StageTimes, play
@@ -21,11 +20,6 @@ from tensor_cast.units import GIB, MS
 
 __all__ = ["layout_sections", "write_layout_report"]
 
-_GRIDS: dict[str, Callable[..., Grid]] = {
-    "aggregated": AggregatedGrid.build,
-    "prefill": PrefillGrid.build,
-    "decode": DecodeGrid.build,
-}
 #: Steps of each batch that the timeline shows.
 _STEPS = 3
 
@@ -53,7 +47,7 @@ def layout_sections(setting: Setting, row: Row) -> list[Section]:
     )
     phases = (Phase.PREFILL,) if row.phase == "prefill" else (Phase.DECODE, Phase.PREFILL)
     costs = TracedCostsFactory(setting).costs(parallel, phases)
-    grid = _GRIDS[row.phase](setting.workload, setting.budget, np.array([float(row.batch_size)]))
+    grid = GRIDS[row.phase](setting.workload, setting.budget, np.array([float(row.batch_size)]))
     name = f"{row.parallel}, {row.phase}, batch {row.batch_size}"
     stages: tuple[LayoutCosts, ...] = costs.stages if isinstance(costs, StagedCosts) else (costs,)
     layers = stage_ranges(partition) if partition else (range(setting.model.num_hidden_layers),)

@@ -29,7 +29,7 @@ TTFT = what is left of the running step, E[T^2]/(2 E[T]), + queueing for the pro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ from serving_cast.config import Workload
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.record import Scope
 
-__all__ = ["AggregatedGrid", "ContextGather", "DecodeGrid", "PrefillGrid", "SteadyState", "StepPricer"]
+__all__ = ["GRIDS", "AggregatedGrid", "ContextGather", "DecodeGrid", "PrefillGrid", "SteadyState", "StepPricer"]
 
 Array = NDArray[np.float64]
 Env = Mapping[str, Num]
@@ -249,6 +249,14 @@ class AggregatedGrid:
         before = cached + (self.workload.new_input_tokens - self.chunk) / 2
         first = min(1.0, cached / 16.0)
         return before, 1.0 - (1.0 - first) / self.chunks_per_prompt
+
+
+#: How the grid of each serving phase is built.
+GRIDS: Mapping[str, Callable[[Workload, int, Array], AggregatedGrid | DecodeGrid | PrefillGrid]] = {
+    "aggregated": AggregatedGrid.build,
+    "prefill": PrefillGrid.build,
+    "decode": DecodeGrid.build,
+}
 
 
 def _total(scopes: Mapping[Scope, Num], like: Array) -> Array:

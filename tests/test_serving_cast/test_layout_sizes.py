@@ -9,12 +9,13 @@ import pytest
 
 from serving_cast.config import Mode, SearchSpace
 from serving_cast.parallel_runner import ParallelRunner
+from serving_cast.service.layout_sizes import layout_sizes
 
 Runner = Callable[..., ParallelRunner]
 
 
 def sizes(runner: ParallelRunner, *axes: str) -> set[tuple[int, ...]]:
-    return {tuple(layout[f"{axis}_size"] for axis in axes) for layout in runner.layouts()}
+    return {tuple(layout[f"{axis}_size"] for axis in axes) for layout in layout_sizes(runner.setting)}
 
 
 def test_dense_models_have_replicas_instead_of_dp(make_runner: Runner) -> None:

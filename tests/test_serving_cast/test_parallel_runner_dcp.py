@@ -11,6 +11,7 @@ import pytest
 from serving_cast.config import Limits, Mode, ParallelConfig, SearchSpace, Workload
 from serving_cast.parallel_runner import ParallelRunner, make_setting
 from serving_cast.service.chunk_gather import ChunkGather
+from serving_cast.service.layout_sizes import layout_sizes
 from tensor_cast.device.catalog import load_device
 from tensor_cast.errors import ConfigError
 from tensor_cast.ir.record import Phase
@@ -23,7 +24,7 @@ QWEN = "Qwen/Qwen3-235B-A22B"
 
 
 def sizes(runner: ParallelRunner, *names: str) -> set[tuple[int, ...]]:
-    return {tuple(layout[f"{name}_size"] for name in names) for layout in runner.layouts()}
+    return {tuple(layout[f"{name}_size"] for name in names) for layout in layout_sizes(runner.setting)}
 
 
 def test_space_without_lists_is_every_divisor(make_runner: Runner) -> None:
