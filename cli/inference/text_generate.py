@@ -137,7 +137,9 @@ def _print_tables(result: RunResult, top: int) -> None:
             f"{layer.total_s / layer.count * 1e6:,.1f}",
             f"{layer.total_s * 1e3:,.3f}",
         )
-    stages = [] if result.pipeline is None else [_stage_table(result.pipeline)]
+    stages: list[Table | str] = (
+        [] if result.pipeline is None else [_stage_table(result.pipeline), *result.pipeline.handover.notes]
+    )
     print_tables(_title(result), summary, *stages, ops, layers)
 
 
@@ -189,8 +191,6 @@ def _summary(result: RunResult) -> list[tuple[str, str]]:
             (f"stages busy, {pipeline.batches} batches in flight", f"{busy[0]:.1%}"),
             ("stages busy, one batch alone", f"{busy[1]:.1%}"),
         ]
-        if pipeline.handover.own_indexers:
-            times.append(("layers given an indexer", ", ".join(map(str, pipeline.handover.own_indexers))))
     rows: list[tuple[str, Any]] = [
         *times,
         ("bound", result.estimate.bound),

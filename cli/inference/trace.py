@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cli.inference.common import (
@@ -19,6 +18,7 @@ from cli.inference.common import (
 )
 
 if TYPE_CHECKING:
+    from tensor_cast.core.trace_view import TraceView
     from tensor_cast.ir.record import OpRecord, TensorSpec
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print_json(result.to_json())
     else:
-        _print_table(result.ops, result.symbols, result.coverage, result.unpriced, result.title)
+        _print_table(result)
     return 0
 
 
@@ -80,12 +80,11 @@ def _shape(tensor: TensorSpec) -> str:
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
-def _print_table(
-    ops: tuple[OpRecord, ...], symbols: tuple[str, ...], coverage: float, unpriced: Mapping[str, int], title: str
-) -> None:
+def _print_table(view: TraceView) -> None:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_lines=False)
+    ops, symbols = view.ops, view.symbols
+    table = Table(title=view.title, title_justify="left", show_lines=False)
     for column in ("op", "module", "repeat", "inputs", "outputs", "collective"):
         table.add_column(column, justify="right" if column == "repeat" else "left", overflow="fold")
     for op in ops:
@@ -98,12 +97,12 @@ def _print_table(
             _collective(op, symbols),
         )
     legend = {"B": "requests of one rank", "Q": "query tokens of a request", "S": "tokens of a request in the cache"}
-    lines: list[Any] = [table, f"{len(ops)} ops, {sum(op.repeat for op in ops)} calls; coverage {coverage:.1%}"]
+    lines: list[Any] = [table, f"{len(ops)} ops, {sum(op.repeat for op in ops)} calls; coverage {view.coverage:.1%}"]
     if symbols:
         lines.append("; ".join(f"{s} = {legend[s]}" for s in symbols))
-    if unpriced:
-        lines.append("unpriced: " + ", ".join(f"{name} x{count}" for name, count in unpriced.items()))
-    print_tables(*lines)
+    if view.unpriced:
+        lines.append("unpriced: " + ", ".join(f"{name} x{count}" for name, count in view.unpriced.items()))
+    print_tables(*lines, *view.handover.notes)
 
 
 def _collective(op: OpRecord, symbols: tuple[str, ...]) -> str:

@@ -60,6 +60,7 @@ def layout_sections(setting: Setting, row: Row) -> list[Section]:
         f"KV is that of {row.batches_in_flight * row.batch_size} requests at their longest; the dashed line is what "
         "the engine may take.",
         (memory_svg(bars),),
+        notes=costs.handover.notes if isinstance(costs, StagedCosts) else (),
     )
     if not isinstance(costs, StagedCosts):
         return [memory]

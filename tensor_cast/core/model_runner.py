@@ -78,8 +78,7 @@ class RunResult:
                 "weight format"
             )
         if self.pipeline is not None and self.pipeline.handover.unsafe:
-            layers = ", ".join(map(str, self.pipeline.handover.unsafe))
-            found.append(f"UNSAFE: layers {layers} read top-k indices never written on their stage; outputs are wrong")
+            found += self.pipeline.handover.notes
         longest = self.model.max_position_embeddings
         if self.sizes["S"] > longest:
             found.append(f"a context of {self.sizes['S']} tokens exceeds the model's max_position_embeddings {longest}")

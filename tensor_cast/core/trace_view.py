@@ -14,7 +14,7 @@ from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import ConfigError
 from tensor_cast.ir.expr import Dim, Expr, substitute, symbol
 from tensor_cast.ir.fuse import fuse_trace
-from tensor_cast.ir.index_sharing import hand_over
+from tensor_cast.ir.index_sharing import Handover, hand_over
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.quantize import quantize_trace
 from tensor_cast.ir.record import OpRecord, TensorSpec, Trace
@@ -34,6 +34,7 @@ class TraceView:
         symbols: the symbols that still stand in a shape.
         coverage: priced / all non-view ops, weighted by repeat.
         unpriced: name -> calls of ops without a cost function.
+        handover: what is done where pipeline stages lack the top-k indices that their first layers reuse.
     """
 
     trace: Trace
@@ -41,6 +42,7 @@ class TraceView:
     symbols: tuple[str, ...]
     coverage: float
     unpriced: Mapping[str, int]
+    handover: Handover
 
     @property
     def title(self) -> str:
@@ -65,6 +67,8 @@ class TraceView:
             "coverage": self.coverage,
             "replicated": list(self.trace.replicated),
             "unpriced": dict(self.unpriced),
+            "unsafe_layers": list(self.handover.unsafe),
+            "own_indexer_layers": list(self.handover.own_indexers),
         }
 
 
@@ -148,7 +152,7 @@ def view_trace(
         for op in segment.ops()
     )
     left = sorted({s for op in ops for t in (*op.inputs, *op.outputs) for d in t.shape for s in _symbols(d)})
-    return TraceView(trace, ops, tuple(left), coverage(trace.ops), unpriced(trace.ops))
+    return TraceView(trace, ops, tuple(left), coverage(trace.ops), unpriced(trace.ops), handover)
 
 
 def _symbols(dim: Dim) -> frozenset[str]:

@@ -36,6 +36,17 @@ class Handover:
     sent: Mapping[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
     unsafe: tuple[int, ...] = ()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of any result must know, one sentence each."""
+        found = []
+        if self.unsafe:
+            layers = ", ".join(map(str, self.unsafe))
+            found.append(f"UNSAFE: layers {layers} read top-k indices never written on their stage; outputs are wrong")
+        if self.own_indexers:
+            found.append(f"layers {', '.join(map(str, self.own_indexers))} get an indexer of their own")
+        return tuple(found)
+
 
 def hand_over(model: ModelConfig, partition: Sequence[int], split: DsaSplit | None) -> Handover:
     """What ``split`` does about ``partition``; nothing where the partition is safe, or the model shares no indices."""

@@ -106,6 +106,7 @@ def test_sparse_attention_across_the_border(run):
         result = run(*asked, "--dsa-split", how, "--format", "json")
         assert result.code == 0
         assert ("UNSAFE" in result.err) == (how == "unsafe")
+        assert ("UNSAFE" in run(*asked, "--dsa-split", how).out) == (how == "unsafe")
         documents[how] = result.json()["pipeline"]
         counts = {row["name"]: row["count"] for row in result.json()["layers"] if row["name"] != "outside"}
         assert sum(counts.values()) == 78
@@ -173,6 +174,8 @@ def test_trace_shows_indexers_and_indices(run):
         ("model.layers.39.self_attn.indexer", 3),
         ("model.layers.42.self_attn.indexer", 9),
     ]
+    assert "UNSAFE: layers 39, 40, 41" in run("trace", *point, "--dsa-split", "unsafe").out
+    assert "layers 39, 40, 41 get an indexer" in run("trace", *point, "--dsa-split", "self-compute").out
     recv = next(op for op in shown(run, *point, "--dsa-split", "send-indices") if op["axis"] == "pp")
     assert recv["bytes"] == 2 * (2 * 6144 * 2 + 2048 * 4) / 8
 

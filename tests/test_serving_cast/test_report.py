@@ -73,6 +73,17 @@ def test_page_is_whole_and_escaped(tmp_path: Path) -> None:
         write_report(tmp_path / "no" / "r.html", "t", "s", [])
 
 
+def test_layers_that_lack_indices_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.html"
+    options = "--device H200_SXM --num-devices 16 --input-length 4096 --output-length 512 --tp-sizes 8 --pp-sizes 2"
+    only = "--dp-sizes 1 --ep-sizes 1 --dcp-sizes 1 --pp-layer-partition 39,39 --batch-range 1 4"
+    for how, words in (("unsafe", "UNSAFE: layers 39, 40, 41"), ("self-compute", "layers 39, 40, 41 get an indexer")):
+        argv = ["zai-org/GLM-5.3", *options.split(), *only.split(), "--dsa-split", how, "--report", str(file)]
+        assert throughput_optimizer.main([*argv, "--quantize-linear-action", "FP8"]) == 0
+        assert words in file.read_text(encoding="utf-8")
+        assert ("UNSAFE" in capsys.readouterr().out) == (how == "unsafe")
+
+
 def test_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.html"
     options = "--device H100_SXM --num-devices 8 --input-length 4096 --output-length 512 --tp-sizes 4 --pp-sizes 2"
