@@ -1,4 +1,4 @@
-"""How long the main job takes and how much memory it needs, cold (empty trace cache) and warm.
+"""How long the main jobs take and how much memory they need, cold (empty trace cache) and warm.
 
     python -m benchmarks.main_job [--runs 5]
 
@@ -17,16 +17,30 @@ import time
 from dataclasses import dataclass
 
 LIMITS = ["--input-length", "4000", "--output-length", "1000", "--ttft-limit", "5000", "--tpot-limit", "50"]
-JOBS = {
+OPTIMIZER, PROGRAM = "cli.inference.throughput_optimizer", "cli.main"
+#: Name -> (module and arguments, (seconds, MiB) at most with an empty cache, the same with a warm one).
+JOBS: dict[str, tuple[list[str], tuple[float, float | None], tuple[float, float | None]]] = {
     "DeepSeek-R1 on 32 H200": (
-        ["deepseek-ai/DeepSeek-R1", "--device", "H200_SXM", "--num-devices", "32", *LIMITS, "--dcp-sizes", "1,2,4,8"],
+        [
+            *(OPTIMIZER, "deepseek-ai/DeepSeek-R1", "--device", "H200_SXM", "--num-devices", "32"),
+            *(*LIMITS, "--dcp-sizes", "1,2,4,8"),
+        ],
         (12.0, 1000.0),
         (2.0, 250.0),
     ),
     "Qwen3-32B on 8 H200": (
-        ["Qwen/Qwen3-32B", "--device", "H200_SXM", "--num-devices", "8", *LIMITS],
+        [OPTIMIZER, "Qwen/Qwen3-32B", "--device", "H200_SXM", "--num-devices", "8", *LIMITS],
         (7.0, None),
         (1.0, None),
+    ),
+    # Each of 77 partitions is refused or sized; the command lists them all.
+    "GLM-5.3, all PP2 splits": (
+        [
+            *(PROGRAM, "capacity", "zai-org/GLM-5.3-W4A16", "--device", "A800_80G_SXM", "--tp-size", "4"),
+            *("--pp-size", "2", "--pp-layer-partition", "all"),
+        ],
+        (12.0, None),
+        (2.0, None),
     ),
 }
 
@@ -40,8 +54,8 @@ class Run:
 
 
 def run_once(arguments: list[str], cache_dir: str) -> Run:
-    """Run the optimizer once with its trace cache in ``cache_dir``."""
-    command = [sys.executable, "-m", "cli.inference.throughput_optimizer", *arguments]
+    """Run a module with its arguments once, its trace cache in ``cache_dir``."""
+    command = [sys.executable, "-m", *arguments]
     start = time.perf_counter()
     process = subprocess.Popen(
         command,

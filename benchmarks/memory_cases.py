@@ -28,7 +28,8 @@ from typing import Any
 from tensor_cast.core.capacity import CapacityPlanner
 from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.device.catalog import load_device
-from tensor_cast.errors import MsModelingError
+from tensor_cast.engine.rope import rope_cache_bytes
+from tensor_cast.errors import MsModelingError, UnknownNameError
 from tensor_cast.units import GIB
 
 #: Words in the name of a GPU -> device; the first that is found counts.
@@ -78,6 +79,9 @@ def main() -> int:
         label = f"{row['id']} {row.get('model') or 'no model'}"
         try:
             here = list(compare(row, args.configs))
+        except UnknownNameError:
+            print(f"not run: {label}: no config of that name; --configs gives others than the embedded ones")
+            continue
         except (MsModelingError, UnusableRowError, RuntimeError) as error:
             print(f"not run: {label}: {error}")
             continue
@@ -133,15 +137,17 @@ def compare(row: Mapping[str, Any], configs: Path | None) -> Iterator[Comparison
 
     # Of several stages a log that names one value means the fullest rank.
     stage = max(plan.stages, key=lambda s: s.weights or 0)
-    weights, activation, non_torch = (
-        None if part is None else part / GIB for part in (stage.weights, stage.activation, stage.non_torch)
-    )
-    yield from make("weights", observed.get("weights_gib"), weights)
-    if known and row["engine"] != "sglang":
-        yield from make("activation", observed.get("activation_gib"), activation)
-        yield from make("non-torch", observed.get("non_torch_gib"), non_torch)
-        if row.get("gpu_memory_utilization") and row.get("max_model_len"):
-            yield from make("KV memory", observed.get("kv_available_gib"), _kv_memory(row, stage, planner))
+    if stage.weights is not None and stage.activation is not None:
+        memory = planner.memory
+        # Logs count rotary tables with the weights, and those before 0.28 the kernels' buffers with the activations.
+        tables, buffers = rope_cache_bytes(planner.model), memory.workspaces.persistent
+        yield from make("weights", observed.get("weights_gib"), (stage.weights + tables) / GIB)
+        if known and row["engine"] != "sglang":
+            outside = planner.start_up.outside_bytes(planner.parallel)
+            yield from make("activation", observed.get("activation_gib"), (stage.activation + buffers) / GIB)
+            yield from make("non-torch", observed.get("non_torch_gib"), outside / GIB)
+            if row.get("gpu_memory_utilization") and row.get("max_model_len"):
+                yield from make("KV memory", observed.get("kv_available_gib"), _kv_memory(row, stage, planner))
     yield from _tokens(row, configs, known or ANY_DEVICE, make)
 
 
@@ -179,10 +185,12 @@ def _tokens(row: Mapping[str, Any], configs: Path | None, device: str, make: Any
 
 def _config(row: Mapping[str, Any], configs: Path | None, device: str) -> CapacityConfig:
     """The question that the row answers."""
-    name = str(row["model"]).replace("/", "--")
-    folder = None if configs is None else configs / name
-    model = str(folder) if folder is not None and (folder / "config.json").is_file() else str(row["model"])
+    name = re.sub(r" (class )?\(inferred\)$", "", str(row["model"]))
+    folder = None if configs is None else configs / name.replace("/", "--")
+    model = str(folder) if folder is not None and (folder / "config.json").is_file() else name
     tp, dp = int(row["tp"]), int(row.get("dp") or 1)
+    if row["engine"] == "sglang":  # its tp counts all ranks of a replica, those of data-parallel attention too
+        tp //= dp
     experts = row.get("ep")
     ep = tp * dp if experts is True else int(experts or 1)
     values: dict[str, Any] = {
@@ -215,6 +223,8 @@ def _quantised(model: str) -> bool:
 
 def _device(row: Mapping[str, Any]) -> str | None:
     text = str(row.get("gpu") or "")
+    if " + " in text:  # devices of several kinds
+        return None
     return next((device for word, device in DEVICES.items() if word in text), None)
 
 

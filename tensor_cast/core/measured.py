@@ -46,7 +46,7 @@ class StageResidual:
         kind: where it stands.
         consumed: weights and non-torch memory, measured.
         weights: ours.
-        workspace: ours, of the attention backends.
+        workspace: ours, of kernels and rotary tables.
         peak: what the engine kept free for activations (and graphs, where it counts them).
         graph: graphs within ``peak``.
         kv: available for the KV cache, measured; None where it was not.

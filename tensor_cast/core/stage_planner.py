@@ -147,7 +147,7 @@ class StagePlanner:
         """(non-torch, activation, graph) bytes, measured where there are measurements."""
         memory = self.memory
         if self.measured is not None:
-            return self.measured.overheads(kind, memory.workspaces.persistent)
+            return self.measured.overheads(kind, memory.buffers)
         return memory.non_torch, memory.activation(start, end), self.start_up.graph_bytes
 
     @cached_property
@@ -206,7 +206,7 @@ class StagePlanner:
             calibration=calibration,
             partition=partition,
             weights=tuple(held),
-            workspace=memory.workspaces.persistent,
+            workspace=memory.buffers,
             usable=(calibration.total_gib or self.device.usable_memory_bytes.value / GIB) * GIB,
             utilization=calibration.gpu_memory_utilization or self.start_up.utilization,
         )

@@ -14,6 +14,7 @@ from tensor_cast.device.profile import DeviceProfile
 from tensor_cast.dtypes import bits_of
 from tensor_cast.engine.kv_formats import KVFormat
 from tensor_cast.engine.profile import EngineProfile
+from tensor_cast.engine.rope import rope_cache_bytes
 from tensor_cast.engine.workspaces import Workspaces, requested_bytes, sampler_bytes, workspaces
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import Phase, Trace
@@ -141,9 +142,14 @@ class RankMemory:
         return self.start.workspaces(self.parallel)
 
     @cached_property
+    def buffers(self) -> int:
+        """Held for good beside the weights: buffers of the kernels, tables of rotary embeddings."""
+        return self.workspaces.persistent + rope_cache_bytes(self.start.model)
+
+    @cached_property
     def non_torch(self) -> int:
-        """Outside the allocator, and the kernels' buffers, which are counted as used for good like it."""
-        return self.start.outside_bytes(self.parallel) + self.workspaces.persistent
+        """Outside the allocator, and the buffers, which the engine counts as used like it."""
+        return self.start.outside_bytes(self.parallel) + self.buffers
 
     def activation(self, start: int, end: int) -> int:
         """Peak of the profile run: in the layers, or where the last stage samples for as many requests as may be."""
