@@ -72,7 +72,7 @@ class ChoiceFlow:
             received: [B, Q, K] from the stage before, or None.
             step: gives B, Q and S.
         """
-        width = min(step.seq_len, self.topk)
+        width = torch.sym_min(step.seq_len, self.topk)
         if received is not None:
             return received[..., :width]
         if not self._reads_buffer:
@@ -86,7 +86,8 @@ class ChoiceFlow:
         """What goes to the next stage of the choice [B, Q, min(S, K)] that the stage's last layer hands on."""
         if choice is None or not (self.sends or self._reads_buffer):
             return None
-        whole = pad(choice.to(torch.int32), (0, self.topk - choice.shape[-1]), value=-1)
+        whole = choice.new_full((*choice.shape[:-1], self.topk), -1, dtype=torch.int32)
+        whole[..., : choice.shape[-1]] = choice
         if self._reads_buffer:
             rows = whole.flatten(0, 1)
             self._buffer = torch.cat([rows, self._buffer[len(rows) :]])

@@ -178,10 +178,13 @@ class RankProgram:
         Returns:
             sampled ids [B, Q or 1] and logits [B, Q or 1, V].
         """
-        keep = {"logits_to_keep": int(last_only)} if self._can_keep_last else {}
         with running(step):
-            logits = self.model(input_ids=ids, position_ids=step.positions, use_cache=False, **keep).logits
+            logits = self._logits(ids, step, last_only)
             return ops.sample(logits), logits
+
+    def _logits(self, ids: torch.Tensor, step: Step, last_only: bool) -> torch.Tensor:
+        keep = {"logits_to_keep": int(last_only)} if self._can_keep_last else {}
+        return self.model(input_ids=ids, position_ids=step.positions, use_cache=False, **keep).logits
 
 
 class DraftProgram(RankProgram):

@@ -16,7 +16,7 @@ from torch import nn
 from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.layers.boundary import Boundary
 from tensor_cast.layers.choice_flow import ChoiceFlow
-from tensor_cast.layers.context import ParallelContext, Step
+from tensor_cast.layers.context import ParallelContext, Step, running
 from tensor_cast.layers.modules import wrap_forward
 from tensor_cast.layers.mtp import final_norm
 from tensor_cast.layers.program import SHARED_CHOICE, Anatomy, RankProgram, SkippedLayer
@@ -54,10 +54,10 @@ class StageProgram(RankProgram):
         self.first, self.last = stage == 0, stage == len(partition) - 1
         self.layers = own
         config = anatomy.model.config
-        self.choice = ChoiceFlow(partition, stage, anatomy.chooses, getattr(config, "index_topk", 0), dsa_split)
+        self.choice_flow = ChoiceFlow(partition, stage, anatomy.chooses, getattr(config, "index_topk", 0), dsa_split)
         self._hidden_size = config.hidden_size
-        self._received: Boundary | None = None
-        self._first_choice: torch.Tensor | None = None
+        self._incoming: torch.Tensor | None = None
+        self._choice: torch.Tensor | None = None
         self._left: Any = None
         tuples = [False]
         stand_ins: dict[str, nn.Module] = {
@@ -74,15 +74,10 @@ class StageProgram(RankProgram):
             wrap_forward(self.model.get_submodule(anatomy.layer_path(own[0])), self._enter)
         wrap_forward(self.model.get_submodule(anatomy.layer_path(own[-1])), self._leave)
 
-    @property
-    def _incoming(self) -> torch.Tensor:
-        assert self._received is not None
-        return self._received.hidden_states + self._received.residual
-
     def _enter(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The first layer starts from what was received, whatever the model did to it on the way."""
-        if self._first_choice is not None:
-            kwargs[SHARED_CHOICE] = self._first_choice
+        if self._choice is not None:
+            kwargs[SHARED_CHOICE] = self._choice
         if args:
             return inner(self._incoming, *args[1:], **kwargs)
         return inner(**{**kwargs, "hidden_states": self._incoming})
@@ -94,39 +89,49 @@ class StageProgram(RankProgram):
     def boundary(self, batch: int, queries: int, dtype: torch.dtype) -> Boundary:
         """Empty tensors of the shapes that this stage receives for ``batch`` requests of ``queries`` tokens."""
         hidden = torch.empty(batch, queries, self._hidden_size, dtype=dtype)
-        choice = torch.empty(batch, queries, self.choice.topk, dtype=torch.int32) if self.choice.receives else None
+        choice = (
+            torch.empty(batch, queries, self.choice_flow.topk, dtype=torch.int32) if self.choice_flow.receives else None
+        )
         return Boundary(hidden, hidden, choice)
 
-    def run(self, ids: torch.Tensor, step: Step, received: Boundary | None = None) -> Boundary | torch.Tensor:
+    def run(
+        self, ids: torch.Tensor, step: Step, received: Boundary | None = None, *, last_only: bool = False
+    ) -> Boundary | torch.Tensor:
         """Run one step.
 
         Args:
             ids: [B, Q] tokens; only the first stage reads them.
             step: positions, tables and the caches of this stage's layers.
             received: from the stage before; None on the first.
+            last_only: compute logits of the last token of each request only.
 
         Returns:
-            what the next stage needs, or on the last stage the logits [B, Q, V].
+            what the next stage needs, or on the last stage the logits [B, Q or 1, V].
         """
-        self._received = received
-        self._first_choice = None if received is None else self.choice.incoming(received.choice, step)
+        if received is not None:
+            self._incoming = received.hidden_states + received.residual
+            self._choice = self.choice_flow.incoming(received.choice, step)
         try:
-            _, logits = self(ids, step)
-            left, self._left = self._left, None
+            if self.last:
+                _, logits = self(ids, step, last_only=last_only)
+            else:
+                with running(step):
+                    self._logits(ids, step, last_only)
+            left = self._left
         finally:
-            self._received = self._first_choice = None
+            self._incoming = self._choice = self._left = None
         hidden, *others = left if isinstance(left, tuple) else (left,)
-        choice = self.choice.outgoing(others[0] if others else None)
+        choice = self.choice_flow.outgoing(others[0] if others else None)
         return logits if self.last else Boundary(hidden, torch.zeros_like(hidden), choice)
 
 
 class _Stream(nn.Module):
     """Takes the place of the embedding on a later stage."""
 
-    def __init__(self, hidden: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, hidden: Callable[[], torch.Tensor | None]) -> None:
         super().__init__()
         self._hidden = hidden
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> torch.Tensor | None:
         """The received hidden states [B, Q, H]."""
         return self._hidden()

@@ -18,8 +18,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tensor_cast import ops
 from tensor_cast.engine import dcp as rules
-from tensor_cast.layers import attention, dcp, embedding, mla, moe, sharding
+from tensor_cast.layers import attention, dcp, embedding, indexer, mla, moe, sharding
 from tensor_cast.layers.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from tensor_cast.layers.context import current_step
 from tensor_cast.layers.modules import path_of, wrap_forward
 from tensor_cast.ops import kv_layout
 from tensor_cast.proof import session
@@ -271,6 +272,78 @@ def stale_latent() -> Iterator[Any]:
         inner(torch.cat([latent[..., :-4], latent[..., -4:].flip(-1)], -1), *args)
 
     yield patch.object(ops, "mla_cache_write", write)
+
+
+# -- sparse attention -----------------------------------------------------------------------------------------------
+
+
+@mutation("index scores without their ReLU", "glm_moe_dsa", tp=2)
+def no_relu_of_index_scores() -> Iterator[Any]:
+    yield patch.object(torch, "relu", lambda x: x)
+
+
+@mutation("indexer turns halves where GLM turns pairs", "glm_moe_dsa", tp=2)
+def wrong_index_rotation() -> Iterator[Any]:
+    yield patch.dict(indexer._ROTARY, {"glm_moe_dsa": indexer._ROTARY["deepseek_v32"]})
+
+
+@mutation("one token too few chosen", "glm_moe_dsa", tp=2)
+def choice_off_by_one() -> Iterator[Any]:
+    inner = ops.indexer_topk
+
+    def choose(scores: torch.Tensor, num_keys: int, phase: str) -> torch.Tensor:
+        return inner(scores, max(num_keys - 1, 1), phase)
+
+    yield patch.object(ops, "indexer_topk", choose)
+
+
+@mutation("index keys scored before they are written", "deepseek_v32", tp=2)
+def stale_index_keys() -> Iterator[Any]:
+    write, gather = ops.indexer_cache_write, ops.gather_kv
+    held: list[tuple[Any, ...]] = []
+
+    def read(*args: Any) -> Any:
+        keys = gather(*args)
+        while held:
+            write(*held.pop())
+        return keys
+
+    yield patch.object(ops, "indexer_cache_write", lambda *args: held.append(args))
+    yield patch.object(ops, "gather_kv", read)
+
+
+@mutation(
+    "places of a rank's candidates taken for those of the first rank", "glm_moe_dsa", tp=2, dcp=2, semantics="vllm"
+)
+def candidates_of_first_rank() -> Iterator[Any]:
+    inner = ops.indexer_candidates
+
+    def candidates(scores: torch.Tensor, positions: torch.Tensor, n: int, dcp: int, _: int, run: int) -> torch.Tensor:
+        return inner(scores, positions, n, dcp, 0, run)
+
+    yield patch.object(ops, "indexer_candidates", candidates)
+
+
+@mutation("best tokens of one rank chosen instead of the best of all", "glm_moe_dsa", tp=2, dcp=2, semantics="vllm")
+def choice_of_one_rank() -> Iterator[Any]:
+    inner = ops.indexer_merge
+    yield patch.object(ops, "indexer_merge", lambda best, n: inner(best[:1].expand_as(best).contiguous(), n))
+
+
+@mutation("chosen places read as if the rank held the whole sequence", "glm_moe_dsa", tp=2, dcp=2, semantics="vllm")
+def choice_not_localised() -> Iterator[Any]:
+    inner = ops.sparse_mla_attention
+    yield patch.object(ops, "sparse_mla_attention", lambda *args: inner(*args[:8], 1, 0, 1, args[11]))
+
+
+@mutation("an indexer's whole cache written as if it were split", "glm_moe_dsa", tp=2, dcp=2)
+def whole_index_cache_split() -> Iterator[Any]:
+    inner = ops.indexer_cache_write
+
+    def write(key: torch.Tensor, cache: torch.Tensor, *_: Any) -> None:
+        inner(key, cache, current_step().slot_mapping, None, None)
+
+    yield patch.object(ops, "indexer_cache_write", write)
 
 
 # -- decode context parallelism -------------------------------------------------------------------------------------
