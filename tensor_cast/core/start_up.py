@@ -165,5 +165,8 @@ class RankMemory:
     def _activations(self) -> StageActivations:
         s = self.start
         run = as_run(s.quant, s.device)
-        segments = tuple(replace(segment, part=prepare(segment.part, run)) for segment in self._trace.segments)
+        segments = tuple(
+            replace(segment, part=prepare(segment.part, run, head_tiles=s.engine.sparse_head_tiles))
+            for segment in self._trace.segments
+        )
         return StageActivations(replace(self._trace, segments=segments), s.model.num_hidden_layers, s.profile_sizes)

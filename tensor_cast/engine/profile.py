@@ -46,6 +46,8 @@ class EngineProfile(BaseModel):
         pp_overlap: transfers between stages do not hold up the receiving stage.
         mxfp4_experts: which kernel keeps MXFP4 experts on which devices; the first rule that matches. None matches: as
             the checkpoint has them.
+        sparse_head_tiles: heads of a rank that a tile of sparse attention holds, smallest first; fewer are padded to
+            the next, more to whole ones of the largest. Without any, heads are computed as they are.
         profiles_kernels: kernels' buffers are sized ahead, and the profile run samples.
         moe_data_parallel: whether experts may be replicated over data-parallel ranks, and EP smaller than tp * dp.
     """
@@ -68,6 +70,7 @@ class EngineProfile(BaseModel):
     pp_extra_batches: NonNegativeInt = 0
     pp_overlap: bool = False
     mxfp4_experts: tuple[ExpertKernelRule, ...] = ()
+    sparse_head_tiles: tuple[PositiveInt, ...] = ()
     profiles_kernels: bool = True
     moe_data_parallel: bool = False
     sources: dict[str, str] = Field(default_factory=dict)

@@ -36,14 +36,29 @@ _PRICED: Memo[dict[Scope, Num]] = Memo(4096)
 _BOUNDS: Memo[dict[Bound, Num]] = Memo(4096)
 
 
-def prepare(part: Part, quant: QuantConfig, *, fusion: bool = True) -> Part:
-    """``part`` as it runs: quantised, then packed and fused. Remembered, so equal requests give the same object."""
+#: Attention whose kernels compute whole tiles of heads.
+_TILED = "tensor_cast.sparse_mla_attention"
+
+
+def prepare(part: Part, quant: QuantConfig, *, fusion: bool = True, head_tiles: tuple[int, ...] = ()) -> Part:
+    """``part`` as it runs: quantised, then packed and fused. Remembered, so equal requests give the same object.
+
+    ``head_tiles`` are the engine's (``sparse_head_tiles``); its sparse attention is marked with them.
+    """
 
     def make() -> Part:
-        quantised = quantize(part, quant)
+        quantised = _tiled(quantize(part, quant), head_tiles)
         return fuse(pack(quantised)) if fusion else quantised
 
-    return _PREPARED.get((id(part), quant, fusion), part, make)
+    return _PREPARED.get((id(part), quant, fusion, head_tiles), part, make)
+
+
+def _tiled(part: Part, tiles: tuple[int, ...]) -> Part:
+    if not tiles or all(op.name != _TILED for op in part.ops):
+        return part
+    mark = ("head_tiles", tiles)
+    ops = tuple(replace(op, attrs=(*op.attrs, mark)) if op.name == _TILED else op for op in part.ops)
+    return replace(part, ops=ops)
 
 
 def as_run(quant: QuantConfig, device: DeviceProfile) -> QuantConfig:
@@ -183,7 +198,8 @@ class StepEstimator:
         self.stage = stage
         run = as_run(quant, device)
         self.segments: tuple[Segment, ...] = tuple(
-            replace(segment, part=prepare(segment.part, run, fusion=fusion)) for segment in trace.segments
+            replace(segment, part=prepare(segment.part, run, fusion=fusion, head_tiles=engine.sparse_head_tiles))
+            for segment in trace.segments
         )
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._reach: dict[str, Hashable] = {}

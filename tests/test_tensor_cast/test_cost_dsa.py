@@ -10,6 +10,7 @@ import pytest
 
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.device.profile import OpClass
+from tensor_cast.engine.catalog import load_engine
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.engine.kv_cache import request_kv_bytes
 from tensor_cast.errors import LegalityError
@@ -19,6 +20,7 @@ from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.performance_model.base import COSTS, DimTable, OpCost, coverage
 from tensor_cast.performance_model.costs.dsa import key_bytes, latent_bytes, padded_heads
+from tensor_cast.performance_model.estimate import prepare
 from tensor_cast.performance_model.memory import part_peak_bytes
 from tensor_cast.quant import QuantConfig
 from tensor_cast.units import MIB
@@ -65,7 +67,22 @@ def test_rows_of_the_caches() -> None:
 
 
 def test_f3_heads_are_padded() -> None:
-    assert [padded_heads(h) for h in (1, 8, 64, 65, 128)] == [64, 64, 64, 128, 128]
+    tiles = load_engine("vllm").sparse_head_tiles
+    assert [padded_heads(h, tiles) for h in (1, 8, 64, 65, 128, 129)] == [64, 64, 64, 128, 128, 256]
+
+
+def test_npus_compute_the_heads_that_there_are() -> None:
+    """The FLOPs of vLLM's kernel, with eight of 64 heads on a rank, are those of a full tile; vllm-ascend's are not."""
+    executed = {}
+    for engine, semantics in (("vllm", "vllm"), ("vllm-ascend", "vllm-ascend")):
+        profile, segments = load_engine(engine), trace(semantics=semantics).segments
+        part = next(s.part for s in segments if any(op.name == PREFIX + "sparse_mla_attention" for op in s.part.ops))
+        ready = prepare(part, QuantConfig(), head_tiles=profile.sparse_head_tiles)
+        op = next(op for op in ready.ops if op.name == PREFIX + "sparse_mla_attention")
+        cost = COSTS.get(op.name)(DimTable({"B": 1, "Q": 1, "S": 100_000}).op(op))
+        assert cost.flops == 285_212_672 / 8
+        executed[engine] = cost.padded_flops
+    assert executed == {"vllm": 285_212_672, "vllm-ascend": 285_212_672 / 8}
 
 
 # -- scoring ------------------------------------------------------------------------------------------------------
@@ -123,10 +140,8 @@ def test_f2_sparse_attention() -> None:
     cost = priced(trace(tp=1), "sparse_mla_attention", B=1, Q=1, S=100_000)
     assert cost.flops == cost.padded_flops == 2 * 64 * 1088 * 2048 == 285_212_672
     assert priced(trace(V32.model_id, tp=1), "sparse_mla_attention", B=1, Q=1, S=100_000).flops == 2 * 285_212_672
-    # tp 8 leaves 8 heads of a tile of 64.
-    eighth = priced(trace(), "sparse_mla_attention", B=1, Q=1, S=100_000)
-    assert eighth.flops == 285_212_672 / 8
-    assert eighth.padded_flops == 285_212_672
+    # tp 8 leaves 8 heads.
+    assert priced(trace(), "sparse_mla_attention", B=1, Q=1, S=100_000).flops == 285_212_672 / 8
 
 
 def test_queries_gather_their_own_latents() -> None:

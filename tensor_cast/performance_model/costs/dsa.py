@@ -9,6 +9,8 @@ Sources: vLLM 0.30 ``v1/attention/backends/mla/{indexer,flashmla_sparse}.py``, D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tensor_cast.device.profile import OpClass
 from tensor_cast.dtypes import bits_of
 from tensor_cast.engine.kv_formats import KV_FORMATS, indexer_token_bytes
@@ -17,9 +19,6 @@ from tensor_cast.ir.record import Kind, OpRecord
 from tensor_cast.performance_model.base import OpCost, dims, op_cost, tensor_bytes, tensor_numel, total_bytes
 from tensor_cast.performance_model.costs.attention import latent_bytes, visible_pairs
 
-#: Heads that a tile of the sparse kernels holds: fewer are padded to 64, more to 128 (FlashMLA-sparse). Kernels of
-#: other makers have tiles of their own; where nothing is known of them they are taken to be like these.
-HEAD_TILES = (64, 128)
 #: Bytes of an index score (float32) and of a chosen place (int32).
 _SCORE, _PLACE = 4, 4
 
@@ -32,9 +31,11 @@ def key_bytes(width: int, dtype: str) -> int:
     return indexer_token_bytes(width, form, ascend=not dtype.startswith("float8"))
 
 
-def padded_heads(heads: int) -> int:
-    """Heads that the kernel computes for ``heads`` of a rank."""
-    tile = next((t for t in HEAD_TILES if heads <= t), HEAD_TILES[-1])
+def padded_heads(heads: int, tiles: Sequence[int]) -> int:
+    """Heads that a kernel with tiles of these sizes computes for ``heads`` of a rank; without tiles just those."""
+    if not tiles:
+        return heads
+    tile = next((t for t in tiles if heads <= t), tiles[-1])
     return -(-heads // tile) * tile
 
 
@@ -116,7 +117,8 @@ def sparse_mla_attention(op: OpRecord) -> OpCost:
     """q[B,Q,h,R+r], kv[B,S',R+r], places[B,Q,K'] -> out[B,Q,h,R] (, lse): absorbed, over the chosen tokens.
 
     FLOPs 2*h*((R + r) + R) per token attended to, ``min(seen, K)`` per query; under DCP each rank owns 1/dcp of them.
-    Queries choose apart, so each gathers its own rows. The kernel computes whole tiles of heads.
+    Queries choose apart, so each gathers its own rows. The kernel computes whole tiles of heads (attribute
+    ``head_tiles``, the engine's).
     """
     query, latent, places = op.inputs[:3]
     b, q, heads, width = dims(query)
@@ -127,7 +129,7 @@ def sparse_mla_attention(op: OpRecord) -> OpCost:
     return OpCost(
         OpClass.MLA_DECODE,
         flops=flops,
-        padded_flops=flops * padded_heads(int(heads)) / heads,
+        padded_flops=flops * padded_heads(int(heads), op.attr("head_tiles", ())) / heads,
         tiles=b * q,
         compute_dtype=query.dtype,
         bytes_read=tensor_bytes(query)
