@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
+from tensor_cast.core.layout_options import LayoutOptions, NonNegativeInt
 from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.kv_cache import indexer_layers
@@ -14,69 +15,32 @@ from tensor_cast.errors import ConfigError
 from tensor_cast.ir.record import Phase
 from tensor_cast.model_config import ModelConfig, ParallelConfig
 from tensor_cast.parallel import check
-from tensor_cast.pipeline_partition import DsaSplit, Partition, default_partition, parse_partition, refuse_unsafe
+from tensor_cast.pipeline_partition import Partition, default_partition, parse_partition, refuse_unsafe
 from tensor_cast.quant import QuantConfig
 
-NonNegativeInt = Annotated[int, Field(ge=0)]
 
-
-class UserInputConfig(BaseModel):
+class UserInputConfig(LayoutOptions):
     """One model, one layout, one step.
 
     Args:
-        model: hub id of an embedded config, or a local folder.
-        device: name of a device; None leaves out everything that depends on one.
-        engine, dcp_semantics, block_size: None takes the default of the device's vendor, or the engine's.
         num_queries: requests of one data-parallel rank (symbol B).
         query_length: tokens of each request in this step (symbol Q). None: 1 + num_mtp_tokens in decode, else
             ``context_length``.
         context_length: tokens of each request in the cache as attention reads it, this step's tokens included (symbol
             S). 0, or no more than the query, means a fresh prompt: nothing was cached before this step.
-        pp_layer_partition: layers of each pipeline stage, ``"41,37"``; None takes the engine's own rule.
         pp_extra_batches: batches in flight beyond one for each stage; None takes the engine's number.
-        dsa_split: how to go on where a stage lacks the top-k indices that its first layers reuse; None refuses.
-        quantize_linear_action, quantize_attention_action: a scheme; None takes the config's own quantisation.
+        quantize_attention_action: a scheme; None takes the config's own quantisation.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    model: str
-    device: str | None = None
-    engine: str | None = None
-    dcp_semantics: str | None = None
-    tp_size: PositiveInt = 1
-    pp_size: PositiveInt = 1
-    pp_layer_partition: str | None = None
     pp_extra_batches: NonNegativeInt | None = None
-    dsa_split: DsaSplit | None = None
-    dp_size: PositiveInt = 1
-    ep_size: PositiveInt = 1
-    moe_dp_size: PositiveInt = 1
-    dcp_size: PositiveInt = 1
-    cp_kv_cache_interleave_size: PositiveInt = 1
-    block_size: PositiveInt | None = None
     phase: Phase = Phase.DECODE
     num_queries: PositiveInt = 1
     query_length: PositiveInt | None = None
     context_length: NonNegativeInt = 0
-    num_mtp_tokens: NonNegativeInt = 0
-    quantize_linear_action: str | None = None
     quantize_attention_action: str | None = None
     reserved_memory_gb: Annotated[float, Field(ge=0)] = 0.0
     fusion: bool = True
     strict: bool = False
-
-    @classmethod
-    def create(cls, **values: object) -> UserInputConfig:
-        """Build from options. Raises :class:`ConfigError` with one line for each value that cannot be used."""
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg'][0].lower()}{e['msg'][1:]}, found {e['input']!r}"
-                for e in error.errors()
-            )
-            raise ConfigError(problems) from None
 
     def get_parallel_config(self) -> ParallelConfig:
         """The layout. Prefill runs with dcp = 1, whatever was asked for decode."""
