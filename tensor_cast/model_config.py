@@ -58,8 +58,8 @@ class ModelConfig:
     sparse attention itself (the other layers of a DSA model reuse the choice of the last one that does);
     ``index_share_for_mtp_iteration`` says whether later draft passes reuse the choice of the first. Sizes a model does
     not have are 0; ``intermediate_size`` is that of a dense layer, ``shared_expert_intermediate_size`` that of all
-    shared experts together. For MLA ``head_dim`` is that of query and key (nope + rope), ``num_key_value_heads`` counts the
-    expanded heads of prefill.
+    shared experts together. For MLA ``head_dim`` is that of query and key (nope + rope), ``num_key_value_heads``
+    counts the expanded heads of prefill.
     """
 
     model_id: str
