@@ -161,19 +161,18 @@ def best_partition(
     Returns:
         ``(partition, cost of its worst stage)``; ``(None, inf)`` where no split is possible.
     """
-    known: dict[tuple[int, int, int], float] = {}
-    for stage in range(stages):
-        first, last = stage == 0, stage == stages - 1
-        for start in (0,) if first else range(stage, layers - (stages - 1 - stage)):
-            for end in (layers,) if last else range(start + 1, layers - (stages - 2 - stage)):
-                known[stage, start, end] = cost(stage, start, end)
     # worst[end]: least possible worst cost of the stages so far when they end there.
     worst: dict[int, float] = {0: -inf}
+    known: list[list[tuple[int, int, float]]] = []
     for stage in range(stages):
+        last = stage == stages - 1
+        known.append([])
         reached: dict[int, float] = {}
-        for (at, start, end), value in known.items():
-            if at == stage and start in worst:
-                reached[end] = min(reached.get(end, inf), max(worst[start], value))
+        for start, before in worst.items():
+            for end in (layers,) if last else range(start + 1, layers - (stages - 2 - stage)):
+                value = cost(stage, start, end)
+                known[stage].append((start, end, value))
+                reached[end] = min(reached.get(end, inf), max(before, value))
         worst = reached
     limit = worst.get(layers, inf)
     if limit == inf:
@@ -182,8 +181,8 @@ def best_partition(
     sums: dict[int, tuple[float, Partition]] = {0: (0.0, ())}
     for stage in range(stages):
         found: dict[int, tuple[float, Partition]] = {}
-        for (at, start, end), value in known.items():
-            if at == stage and start in sums and value <= limit:
+        for start, end, value in known[stage]:
+            if start in sums and value <= limit:
                 total, sizes = sums[start]
                 candidate = (total + value, (*sizes, end - start))
                 if end not in found or candidate < found[end]:

@@ -18,6 +18,7 @@ from itertools import accumulate
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serving_cast.config import ParallelConfig
 from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, step_parts
@@ -25,6 +26,7 @@ from serving_cast.service.staged_costs import StagedCosts, build_staged
 from serving_cast.service.steady_state import AggregatedGrid
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.kv_cache import cache_layers, indexer_layers
+from tensor_cast.ir.expr import Num
 from tensor_cast.ir.index_sharing import Handover, hand_over_all
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import Phase
@@ -35,6 +37,9 @@ __all__ = ["candidates"]
 
 #: Batch sizes of the grid that are asked for their best partition: the ends and some between.
 _SAMPLES = 5
+
+Array = NDArray[np.float64]
+Samples = NDArray[np.int64]
 
 #: Some amount of a stage that runs layers ``start <= i < end``, from (stage, start, end).
 _Amount = Callable[[int, int, int], float]
@@ -74,13 +79,15 @@ def candidates(
     plain = build(Handover())
     helped = build(helping) if helping != Handover() else plain
 
-    def amount(pieces: Callable[[StagedCosts], _Pieces]) -> _Amount:
-        return _either(pieces(plain), pieces(helped), writers)
+    def amounts(pieces: Callable[[StagedCosts], list[_Pieces]]) -> list[_Amount]:
+        unhelped = pieces(plain)
+        others = unhelped if helped is plain else pieces(helped)
+        return [_either(*both, writers) for both in zip(unhelped, others, strict=True)]
 
-    last = len(grid.batches) - 1
-    for index in sorted({int(i) for i in np.geomspace(1, last + 1, _SAMPLES) - 1}):
-        add(amount(partial(_seconds, grid=grid, index=index)))
-    memory, pages = amount(_memory), amount(_pages)
+    samples = np.unique(np.geomspace(1, len(grid.batches), _SAMPLES).astype(int)) - 1
+    for seconds in amounts(partial(_seconds, grid=grid, samples=samples)):
+        add(seconds)
+    memory, pages = amounts(lambda costs: [_memory(costs), _pages(costs)])
     # Negated number of KV blocks that a stage has room for.
     add(lambda *stage: (memory(*stage) - setting.available_bytes) / pages(*stage))
     return list(found) or [default]
@@ -121,38 +128,45 @@ def _either(plain: _Pieces, helped: _Pieces, writers: Sequence[int]) -> _Amount:
     return amount
 
 
-def _seconds(costs: StagedCosts, grid: Grid, index: int) -> _Pieces:
-    """Seconds of the mean step at one batch size."""
-    layers: dict[int, float] = {}
+def _seconds(costs: StagedCosts, grid: Grid, samples: Samples) -> list[_Pieces]:
+    """Seconds of the mean step at each of some batch sizes, given by their places in the grid."""
+    layers: dict[int, Array] = {}
     ends = []
-    for stage, hop in zip(costs.stages, _hops(costs, grid, index), strict=True):
-        own, rest = _stage_seconds(stage, grid, index)
+    for stage, hop in zip(costs.stages, _hops(costs, grid, samples), strict=True):
+        own, rest = _stage_seconds(stage, grid, samples)
         layers |= own
         ends.append(rest + hop)
-    return _Pieces(layers, ends)
+    return [
+        _Pieces({layer: float(seconds[i]) for layer, seconds in layers.items()}, [float(end[i]) for end in ends])
+        for i in range(len(samples))
+    ]
 
 
-def _stage_seconds(costs: TracedCosts, grid: Grid, index: int) -> tuple[dict[int, float], float]:
-    """(seconds by decoder layer, seconds of everything else) of a stage."""
-    layers: dict[int, float] = {}
-    rest = 0.0
+def _stage_seconds(costs: TracedCosts, grid: Grid, samples: Samples) -> tuple[dict[int, Array], Array]:
+    """(seconds by decoder layer, seconds of everything else) of a stage, with one entry per batch size."""
+    layers: dict[int, Array] = {}
+    rest = np.zeros(len(samples))
     count = costs.setting.model.num_hidden_layers
     for estimator, env, scopes, weight in step_parts(grid, costs.decode, costs.prefill):
-        share = float(np.broadcast_to(weight, grid.batches.shape)[index])
-        here = {name: np.broadcast_to(value, grid.batches.shape)[index] for name, value in env.items()}
+        here = {name: _at(value, grid, samples) for name, value in env.items()}
+        share = _at(weight, grid, samples)
         for segment, seconds in estimator.segment_seconds(here, scopes):
             own = [layer for layer in segment.layers if layer < count]
             for layer in own:
-                layers[layer] = layers.get(layer, 0.0) + share * float(seconds)
+                layers[layer] = layers.get(layer, 0.0) + share * seconds
             if not own:
-                rest += share * float(seconds) * segment.repeat
+                rest = rest + share * seconds * segment.repeat
     return layers, rest
 
 
-def _hops(costs: StagedCosts, grid: Grid, index: int) -> list[float]:
+def _hops(costs: StagedCosts, grid: Grid, samples: Samples) -> list[Array]:
     """Seconds of the transfer that each stage waits for."""
     times = costs.pipe.calm_times(grid) if isinstance(grid, AggregatedGrid) else costs.pipe.times(grid)
-    return [0.0 if times.overlap else float(np.broadcast_to(hop, grid.batches.shape)[index]) for hop in times.hops]
+    return [_at(0.0 if times.overlap else hop, grid, samples) for hop in times.hops]
+
+
+def _at(values: Num, grid: Grid, samples: Samples) -> Array:
+    return np.broadcast_to(np.asarray(values, dtype=np.float64), grid.batches.shape)[samples]
 
 
 def _memory(costs: StagedCosts) -> _Pieces:
