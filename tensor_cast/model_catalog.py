@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def _load(file: Path, model: str) -> ModelConfig:
     if "quantization_config" not in config and sidecar.is_file():
         # ModelOpt checkpoints of old keep their scheme in a file of its own.
         config["quantization_config"] = {"quant_method": "modelopt", **_read_json(sidecar).get("quantization", {})}
-    return describe(config, model, str(file))
+    vision = raw.get("vision_config")
+    described = describe(config, model, str(file))
+    return replace(described, vision=vision) if isinstance(vision, Mapping) else described
 
 
 def describe(config: Mapping[str, Any], model_id: str, where: str) -> ModelConfig:

@@ -59,7 +59,7 @@ class ModelConfig:
     ``index_share_for_mtp_iteration`` says whether later draft passes reuse the choice of the first. Sizes a model does
     not have are 0; ``intermediate_size`` is that of a dense layer, ``shared_expert_intermediate_size`` that of all
     shared experts together. For MLA ``head_dim`` is that of query and key (nope + rope), ``num_key_value_heads``
-    counts the expanded heads of prefill.
+    counts the expanded heads of prefill. ``vision`` is the config of the vision tower of a multimodal model.
     """
 
     model_id: str
@@ -96,6 +96,7 @@ class ModelConfig:
     shared_expert_intermediate_size: int = 0
     num_nextn_predict_layers: int = 0
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
+    vision: Mapping[str, Any] | None = field(default=None, hash=False, repr=False)
 
     @property
     def is_moe(self) -> bool:

@@ -15,6 +15,7 @@ from tensor_cast.dtypes import bits_of
 from tensor_cast.engine.kv_formats import KVFormat
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.engine.rope import rope_cache_bytes
+from tensor_cast.engine.vision import vision_bytes
 from tensor_cast.engine.workspaces import Workspaces, requested_bytes, sampler_bytes, workspaces
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import Phase, Trace
@@ -133,8 +134,12 @@ class RankMemory:
         return model_weights(self._trace, self.start.quant, self.start.model.num_hidden_layers)
 
     def weights(self, start: int, end: int, *, extra_indexers: int = 0) -> int:
-        """Weights of the stage with decoder layers ``start <= i < end``, some of which got an indexer."""
-        return self.model_weights.of(start, end, extra_indexers=extra_indexers)
+        """Weights of the stage with decoder layers ``start <= i < end``, some of which got an indexer.
+
+        The first stage has the vision tower of a multimodal model as well.
+        """
+        tower = vision_bytes(self.start.model, self.parallel.tensor_parallel_size) if start == 0 else 0
+        return self.model_weights.of(start, end, extra_indexers=extra_indexers) + tower
 
     @cached_property
     def workspaces(self) -> Workspaces:
