@@ -34,6 +34,14 @@ def _gib_list(text: str) -> tuple[float, ...]:
 _gib_list.__name__ = "list of GiB"
 
 
+def _layer_list(text: str) -> tuple[int, ...]:
+    """Layers of each stage, separated by commas, for argparse."""
+    return tuple(positive_int(field) for field in text.split(","))
+
+
+_layer_list.__name__ = "list of layers"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the sub-command."""
     parser.add_argument("model", metavar="MODEL", help="hub id of an embedded config, or a local folder")
@@ -82,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="start-up log of vLLM, vllm-ascend or SGLang, or numbers in YAML or JSON, to replace the estimates",
     )
+    for option, reads, words in (
+        ("--measured-tp-size", positive_int, "tensor parallel ranks"),
+        ("--measured-dp-size", positive_int, "data parallel ranks"),
+        ("--measured-pp-layer-partition", _layer_list, "layers of each pipeline stage"),
+    ):
+        parser.add_argument(option, type=reads, help=f"{words} of that start, for a log that does not say them")
     parser.add_argument("--request-length", type=positive_int, help="tokens of a request: how many stay resident")
     parser.add_argument("--report", metavar="FILE", help="memory by stage against the budget, as one HTML file")
     parser.add_argument("--no-cache", action="store_true", help="trace anew instead of reading the trace cache")
@@ -97,7 +111,7 @@ _FIELDS = (
 
 def run(args: argparse.Namespace) -> int:
     """Print the capacity. Exit code 0; 3 when a stage has no room for a KV cache."""
-    from tensor_cast.core.calibration import read_calibration
+    from tensor_cast.core.calibration import GivenLayout, read_calibration
     from tensor_cast.core.capacity import CapacityPlanner
     from tensor_cast.core.capacity_config import CapacityConfig
     from tensor_cast.core.capacity_report import compare, require_room, to_json
@@ -105,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
     config = CapacityConfig.create(
         **{name: getattr(args, name) for name in _FIELDS.split()}, hybrid_kv_cache=not args.no_hybrid_kv_cache
     )
-    calibration = None if args.calibrate_from is None else read_calibration(args.calibrate_from)
+    given = GivenLayout(args.measured_tp_size, args.measured_dp_size, args.measured_pp_layer_partition)
+    calibration = None if args.calibrate_from is None else read_calibration(args.calibrate_from, given)
     planner = CapacityPlanner(config, calibration=calibration, use_cache=not args.no_cache)
     listing = config.pp_layer_partition == "all"
     plan = planner.plan(mark_refused=listing)
@@ -205,9 +220,11 @@ def _summary(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
 
 
 def _calibration_table(measured: Measured) -> list[Table | str]:
+    from tensor_cast.core.measured_report import remarks
+
     calibration = measured.calibration
     table = _table(
-        f"Measured ({calibration.source}, {calibration.engine or 'numbers'}, "
+        f"Measured ({calibration.source}, {calibration.engine or 'numbers'}, {measured.layout}, "
         f"{','.join(map(str, measured.partition))}): GiB of one rank",
         "stage",
         "consumed",
@@ -229,7 +246,7 @@ def _calibration_table(measured: Measured) -> list[Table | str]:
             _gib(stage.graph),
             _gib(stage.kv),
         )
-    return [table]
+    return [table, *remarks(measured)]
 
 
 def _partition_table(rows: list[tuple[str, CapacityPlan]], plan: CapacityPlan) -> Table:

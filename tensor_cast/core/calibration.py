@@ -1,9 +1,9 @@
 """What an engine measured at start-up: read from its log, or from numbers in a YAML or JSON file.
 
-Understood are the lines that vLLM (0.6 to 0.33), vllm-ascend and SGLang print about memory. "GB" in them means GiB. A
-log with several workers gives one entry for each pipeline stage: the worst of its ranks.
+Understood are the lines that vLLM (0.6 to 0.33), vllm-ascend and SGLang print about memory (:mod:`.engine_logs`). A log
+with several workers gives one entry for each pipeline stage: the rank with least room for the KV cache.
 
-A file of numbers looks like this; everything but ``stages`` may be left out::
+A file of numbers looks like this; everything but ``stages`` may be left out, and is then as asked for::
 
     pp_layer_partition: [39, 39]
     tp_size: 4
@@ -20,9 +20,7 @@ A file of numbers looks like this; everything but ``stages`` may be left out::
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -30,11 +28,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from tensor_cast.config_files import explain
+from tensor_cast.core.engine_logs import GivenLayout, detect_format, split_starts, start_values
 from tensor_cast.errors import ConfigError
 
-__all__ = ["Calibration", "MeasuredStage", "read_calibration"]
+__all__ = ["Calibration", "GivenLayout", "MeasuredStage", "read_calibration"]
 
-Gib = Annotated[float, Field(ge=0)]
+Gib = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class MeasuredStage(BaseModel):
@@ -44,9 +43,10 @@ class MeasuredStage(BaseModel):
         consumed_gib: weights, workspaces and what is outside the allocator, in one number.
         weights_gib: weights alone.
         non_torch_gib: outside the allocator.
-        activation_gib: peak of the profile run.
+        activation_gib: peak of the profile run; with ``consumed_gib`` it holds the estimate of the graphs that the
+            engine subtracted, without it the buffers of the kernels.
         graph_gib: captured graphs.
-        graph_in_activation: ``activation_gib`` holds an estimate of the graphs already (vLLM since 0.21).
+        graph_estimate_gib: what the engine took them for before it captured them.
         kv_gib: available for the KV cache.
         free_gib: free before the weights were loaded (SGLang).
     """
@@ -55,20 +55,21 @@ class MeasuredStage(BaseModel):
 
     consumed_gib: Gib | None = None
     weights_gib: Gib | None = None
-    non_torch_gib: float | None = None
+    non_torch_gib: Annotated[float, Field(allow_inf_nan=False)] | None = None
     activation_gib: Gib | None = None
     graph_gib: Gib | None = None
-    graph_in_activation: bool = True
+    graph_estimate_gib: Gib | None = None
     kv_gib: Gib | None = None
     free_gib: Gib | None = None
 
     @model_validator(mode="after")
     def _says_enough(self) -> Self:
-        loaded = self.weights_gib is not None and (self.non_torch_gib is not None or self.free_gib is not None)
-        if self.consumed_gib is None and not loaded and (self.kv_gib is None or self.activation_gib is None):
-            raise ValueError(
-                "needs consumed_gib; or weights_gib with non_torch_gib or free_gib; or kv_gib with activation_gib"
-            )
+        if (
+            self.consumed_gib is None
+            and self.weights_gib is None
+            and (self.kv_gib is None or self.activation_gib is None)
+        ):
+            raise ValueError("needs consumed_gib; or weights_gib; or kv_gib with activation_gib")
         if self.kv_gib is None and self.activation_gib is None:
             raise ValueError("needs kv_gib or activation_gib")
         return self
@@ -79,50 +80,90 @@ class Calibration(BaseModel):
 
     Args:
         source: the file.
-        engine: ``vllm``, ``vllm-ascend`` or ``sglang`` as the log shows it.
+        engine: ``vllm``, ``vllm-ascend`` or ``sglang``; None for numbers.
+        model: as the log names it.
+        tp_size, pp_size, dp_size: of the measured run; None (numbers only) means as asked for.
+        expert_parallel: whether whole experts are spread over the ranks.
+        pp_layer_partition: layers of each stage; None means the engine's own rule.
         stages: by pipeline stage.
-        kv_tokens: KV cache in tokens that the engine reported.
+        kv_tokens: KV cache in tokens that the engine reported; ``num_blocks`` in blocks.
+        notes: what the reader of the numbers should know.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     source: str = ""
     engine: str | None = None
+    model: str | None = None
     tp_size: PositiveInt | None = None
     pp_size: PositiveInt | None = None
+    dp_size: PositiveInt | None = None
     dcp_size: PositiveInt | None = None
+    expert_parallel: bool | None = None
     pp_layer_partition: tuple[int, ...] | None = None
     num_mtp_tokens: Annotated[int, Field(ge=0)] | None = None
     max_model_len: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
+    max_num_seqs: PositiveInt | None = None
+    kv_cache_dtype: str | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    total_gib: Annotated[float, Field(gt=0)] | None = None
+    total_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     kv_tokens: PositiveInt | None = None
+    num_blocks: PositiveInt | None = None
     stages: Annotated[tuple[MeasuredStage, ...], Field(min_length=1)]
+    notes: tuple[str, ...] = ()
 
 
-def read_calibration(path: str | Path) -> Calibration:
+def read_calibration(path: str | Path, given: GivenLayout | None = None) -> Calibration:
     """The start-up in ``path``: a YAML or JSON mapping with ``stages``, else a log.
 
+    Args:
+        path: of the file.
+        given: the layout of the measured run, as far as the file does not say it.
+
     Raises:
-        ConfigError: the file cannot be read, or holds neither.
+        ConfigError: the file cannot be read, holds neither, does not tell its layout, or is cut short.
     """
     file = Path(path).expanduser()
+    given = given or GivenLayout()
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}; give a log or a YAML file") from error
     content = _mapping(file, text)
     if content is None:
-        content = parse_log(text)
-        if not content["stages"]:
-            raise ConfigError(
-                f"{file}: no memory lines of vLLM, vllm-ascend or SGLang found (such as 'Available KV cache memory: "
-                "15.56 GiB' or 'Actual usage is ...'); or give a YAML file with stages"
-            )
+        content = _log(file, text, given)
+    else:
+        content |= {name: value for name, value in asdict(given).items() if value is not None}
     try:
         return Calibration.model_validate({"source": file.name, **content})
     except ValidationError as error:
         raise explain(file, error) from error
+
+
+def _log(file: Path, text: str, given: GivenLayout) -> dict[str, Any]:
+    """The last start in ``text`` that is complete."""
+    form = detect_format(text)
+    starts = split_starts(form, text)
+    if not starts:
+        raise ConfigError(
+            f"{file}: no memory lines of vLLM, vllm-ascend or SGLang found (such as 'Available KV cache memory: "
+            "15.56 GiB' or 'Actual usage is ...'); or give a YAML file with stages"
+        )
+    problem: ConfigError | None = None
+    for start in reversed(starts):
+        try:
+            content = start_values(form, start, given)
+        except ConfigError as error:
+            problem = problem or error
+            continue
+        notes = []
+        if len(starts) > 1:
+            notes.append(f"{len(starts)} starts in the log: read is the one from line {start.first_line:,} on")
+        if problem is not None:
+            notes.append(f"a later start is left out: {problem}")
+        return {**content, "notes": tuple(notes)}
+    raise ConfigError(f"{file}: {problem}")
 
 
 def _mapping(file: Path, text: str) -> dict[str, Any] | None:
@@ -136,140 +177,3 @@ def _mapping(file: Path, text: str) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a mapping with stages; it holds {type(content).__name__}")
     return content
-
-
-# -- logs --------------------------------------------------------------------------------------------------------------
-
-_NUMBER = r"(-?[\d.,]+)"
-_GRAPH = r"(?:CUDA|NPU|ACL) ?[Gg]raph"
-
-#: Lines about one rank: pattern -> names of its groups. Of several lines the worst counts, see _WORST.
-_RANK_LINES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # vLLM 0.28 on: the activation peak holds an estimate of the graphs.
-    (
-        (
-            rf"Actual usage is {_NUMBER} GiB for consumed memory.*?{_NUMBER} GiB for peak activation"
-            rf"(?:.*?{_NUMBER} GiB for {_GRAPH})?"
-        ),
-        ("consumed_gib", "activation_gib", "graph_gib"),
-    ),
-    # vLLM 0.11 to 0.2x, vllm-ascend.
-    (
-        (
-            rf"Actual usage is {_NUMBER} GiB for weights?, {_NUMBER} GiB for peak activation, {_NUMBER} GiB for "
-            rf"non-torch memory(?:,? and {_NUMBER} GiB for {_GRAPH})?"
-        ),
-        ("weights_gib", "activation_gib", "non_torch_gib", "separate_graph_gib"),
-    ),
-    (
-        (
-            rf"torch peak memory increase: {_NUMBER} ?GiB; non-torch forward increase memory: {_NUMBER} ?GiB; "
-            rf"weights memory: {_NUMBER} ?GiB"
-        ),
-        ("activation_gib", "non_torch_gib", "weights_gib"),
-    ),
-    # vLLM 0.6 to 0.8.
-    (
-        (
-            rf"model weights take {_NUMBER} ?GiB; non_torch_memory takes {_NUMBER} ?GiB; PyTorch activation peak "
-            rf"memory takes {_NUMBER} ?GiB; the rest of the memory reserved for KV Cache is {_NUMBER} ?GiB"
-        ),
-        ("weights_gib", "non_torch_gib", "activation_gib", "kv_gib"),
-    ),
-    (rf"Model loading took {_NUMBER} G", ("weights_gib",)),
-    (rf"Loading model weights took {_NUMBER} G", ("weights_gib",)),
-    (rf"Available KV cache memory: {_NUMBER} GiB", ("kv_gib",)),
-    (rf"Graph capturing finished in .*?took {_NUMBER} GiB", ("graph_gib",)),
-    # SGLang.
-    (rf"Load weight begin\. avail mem={_NUMBER} GB", ("free_gib",)),
-    (rf"Load weight end\..*?mem usage={_NUMBER} GB", ("weights_gib",)),
-    (rf"KV Cache is allocated\..*?K size: {_NUMBER} GB, V size: {_NUMBER} GB", ("kv_gib", "kv_gib")),
-    (rf"KV Cache is allocated\..*?KV size: {_NUMBER} GB", ("kv_gib",)),
-    (rf"Capture cuda graph end\..*?mem usage={_NUMBER} GB", ("separate_graph_gib",)),
-)
-
-#: Lines about the whole run.
-_RUN_LINES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (rf"Free memory on device(?: \S+)? \({_NUMBER}/{_NUMBER} GiB\)", ("", "total_gib")),
-    (rf"Desired GPU memory utilization is \({_NUMBER}, {_NUMBER} GiB\)", ("gpu_memory_utilization", "")),
-    (
-        rf"total_gpu_memory \({_NUMBER} ?GiB\) x gpu_memory_utilization \({_NUMBER}\)",
-        ("total_gib", "gpu_memory_utilization"),
-    ),
-    (r"gpu_memory_utilization['\"]?[=:] ?([\d.]+)", ("gpu_memory_utilization",)),
-    (r"mem_fraction_static=([\d.]+)", ("gpu_memory_utilization",)),
-    (r"(?:GPU|NPU) KV cache size: ([\d,]+) tokens", ("kv_tokens",)),
-    (r"#tokens: (\d+)", ("kv_tokens",)),
-    (r"Maximum concurrency for ([\d,]+) tokens per request", ("max_model_len",)),
-    (r"(?:max_seq_len|max_model_len|context_length)=(\d+)", ("max_model_len",)),
-    (r"(?:tensor_parallel_size|tp_size)['\"]?[=:] ?(\d+)", ("tp_size",)),
-    (r"(?:pipeline_parallel_size|pp_size)['\"]?[=:] ?(\d+)", ("pp_size",)),
-    (r"decode_context_parallel_size['\"]?[=:] ?(\d+)", ("dcp_size",)),
-    (r"(?:num_spec_tokens|num_speculative_tokens)['\"]?[=:] ?(\d+)", ("num_mtp_tokens",)),
-    (r"Hidden layers were unevenly partitioned: \[([\d, ]+)\]", ("pp_layer_partition",)),
-    (r"VLLM_PP_LAYER_PARTITION['\"]?[=:] ?['\"]?(\d+(?:, ?\d+)*)", ("pp_layer_partition",)),
-)
-
-#: vLLM: (Worker_PP0_TP1 pid=1); SGLang: [.. PP0 TP1].
-_STAGE = re.compile(r"(?:Worker|\[)[^)\]]*?PP(\d+)")
-
-#: Of the ranks of a stage: the one with the least room for the KV cache, and the most of everything else.
-_WORST: dict[str, Callable[[list[float]], float]] = defaultdict(lambda: max, {"kv_gib": min, "free_gib": min})
-
-_INTEGERS = ("kv_tokens", "max_model_len", "tp_size", "pp_size", "dcp_size", "num_mtp_tokens")
-
-
-def parse_log(text: str) -> dict[str, Any]:
-    """What the lines of a start-up log say, by field of :class:`Calibration`; ``stages`` is empty if nothing does."""
-    ranks: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    run: dict[str, Any] = {}
-    for line in text.splitlines():
-        stage = _STAGE.search(line)
-        for name, value in _found(_RANK_LINES, line, add_up=True):
-            ranks[int(stage[1]) if stage else 0][name].append(float(value))
-        for name, value in _found(_RUN_LINES, line):
-            run.setdefault(name, value)
-    stages = [_stage_values(ranks[i]) for i in sorted(ranks)]
-    for name, value in run.items():
-        if name == "pp_layer_partition":
-            run[name] = tuple(int(field) for field in value.split(","))
-        else:
-            run[name] = int(value) if name in _INTEGERS else float(value)
-    if "sglang" in text.casefold() or "KV Cache is allocated" in text:
-        run["engine"] = "sglang"
-    elif "vllm_ascend" in text or "NPUGraph" in text or "NPU KV cache" in text:
-        run["engine"] = "vllm-ascend"
-    else:
-        run["engine"] = "vllm"
-    return {**run, "stages": [stage for stage in stages if stage]}
-
-
-def _found(
-    lines: tuple[tuple[str, tuple[str, ...]], ...], line: str, *, add_up: bool = False
-) -> Iterator[tuple[str, str]]:
-    """(name, number) of every pattern that ``line`` matches; groups of one name are added."""
-    for pattern, names in lines:
-        match = re.search(pattern, line)
-        if match is None:
-            continue
-        values: dict[str, str] = {}
-        for name, value in zip(names, match.groups(), strict=True):
-            if name and value is not None:
-                plain = value if name == "pp_layer_partition" else value.replace(",", "").rstrip(".")
-                values[name] = str(float(values[name]) + float(plain)) if add_up and name in values else plain
-        yield from values.items()
-
-
-def _stage_values(values: dict[str, list[float]]) -> dict[str, Any]:
-    out: dict[str, Any] = {name: _WORST[name](found) for name, found in values.items()}
-    separate = out.pop("separate_graph_gib", None)
-    out["graph_in_activation"] = "consumed_gib" in out
-    if separate is not None:
-        out["graph_gib"] = separate
-    if "consumed_gib" in out:
-        out.pop("weights_gib", None)  # of another moment; the sum is what the engine subtracted
-    if not {"kv_gib", "activation_gib"} & out.keys():
-        return {}
-    if "kv_gib" in out and "activation_gib" not in out and "weights_gib" in out and "free_gib" not in out:
-        out.setdefault("non_torch_gib", 0.0)
-    return out

@@ -6,6 +6,7 @@ from typing import Any
 
 from tensor_cast.core.capacity import ALL, CapacityPlanner
 from tensor_cast.core.capacity_plan import CapacityPlan, StageMemory
+from tensor_cast.core.measured_report import measured_json
 from tensor_cast.errors import InfeasibleError
 from tensor_cast.pipeline_partition import default_partition, nearest_safe_partitions
 from tensor_cast.units import GIB
@@ -128,6 +129,7 @@ def to_json(planner: CapacityPlanner, plan: CapacityPlan, rows: list[tuple[str, 
     if rows:
         document["partitions"] = [{"note": note, **_plan_json(row)} for note, row in rows]
     if planner.measured is not None:
+        document["measured_run"] = measured_json(planner.measured)
         document["calibration"] = [
             {
                 "stage": index,

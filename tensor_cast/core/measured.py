@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tensor_cast.core.calibration import Calibration, MeasuredStage
+from tensor_cast.engine.kv_groups import Capacity
 from tensor_cast.engine.workspaces import requested_bytes
 from tensor_cast.pipeline_partition import Partition, stage_ranges
 from tensor_cast.units import GIB
 
-__all__ = ["Measured", "StageKind", "StageResidual", "stage_kind"]
+__all__ = ["ROUNDING", "Measured", "StageKind", "StageResidual", "stage_kind"]
 
 
 class StageKind(StrEnum):
@@ -44,21 +45,25 @@ class StageResidual:
 
     Args:
         kind: where it stands.
-        consumed: weights and non-torch memory, measured.
+        layers: decoder layers of the stage.
+        consumed: weights, buffers of the kernels and non-torch memory, measured.
         weights: ours.
-        workspace: ours, of kernels and rotary tables.
+        workspace: ours, of the kernels.
         peak: what the engine kept free for activations (and graphs, where it counts them).
         graph: graphs within ``peak``.
         kv: available for the KV cache, measured; None where it was not.
+        stated: what the engine says it used and kept free beside the KV cache; None where it does not say.
     """
 
     kind: StageKind
+    layers: range
     consumed: int
     weights: int
     workspace: int
     peak: int
     graph: int
     kv: int | None
+    stated: int | None = None
 
     @property
     def residual(self) -> int:
@@ -74,9 +79,13 @@ class Measured:
         calibration: what was measured.
         partition: of the measured run.
         weights: ours, of each of its stages.
-        workspace: ours, at its longest request.
+        workspace: ours, at its longest request, beside the weights for good.
+        tables: of these, what comes with the weights.
         usable: bytes of the device.
         utilization: share of it that the engine took.
+        layout: of the measured run, in words.
+        predicted: what we make of the measured KV memory; None where it was not measured.
+        other_model: the model that the log names, where it is not the one asked for.
     """
 
     calibration: Calibration
@@ -85,18 +94,20 @@ class Measured:
     workspace: int
     usable: float
     utilization: float
+    tables: int = 0
+    layout: str = ""
+    predicted: Capacity | None = None
+    other_model: str | None = None
 
     @property
     def stages(self) -> tuple[StageResidual, ...]:
         """Each measured stage, taken apart."""
-        layers = sum(self.partition)
-        out = []
-        for stage, measured, weights in zip(
-            stage_ranges(self.partition), self.calibration.stages, self.weights, strict=True
-        ):
-            kind = stage_kind(stage.start, stage.stop, layers)
-            out.append(self._apart(kind, measured, weights))
-        return tuple(out)
+        return tuple(
+            self._apart(layers, measured, weights)
+            for layers, measured, weights in zip(
+                stage_ranges(self.partition), self.calibration.stages, self.weights, strict=True
+            )
+        )
 
     def overheads(self, kind: StageKind, workspace: int) -> tuple[int, int, int]:
         """(non-torch, activation, graph) bytes of a stage of ``kind``, with ``workspace`` bytes of buffers now."""
@@ -104,22 +115,60 @@ class Measured:
         stage = next(by_kind[k] for k in _STAND_INS[kind] if k in by_kind)
         return stage.residual + workspace, stage.peak - stage.graph, stage.graph
 
-    def _apart(self, kind: StageKind, measured: MeasuredStage, weights: int) -> StageResidual:
-        budget = requested_bytes(self.usable, self.utilization)
-        kv = None if measured.kv_gib is None else int(measured.kv_gib * GIB)
-        activation = None if measured.activation_gib is None else int(measured.activation_gib * GIB)
+    def budget(self, utilization: float) -> int:
+        """Bytes that the engine takes of the device, at any utilisation.
+
+        SGLang's share is of what was free before it loaded the weights; what was gone by then counts as taken.
+        """
+        free = [stage.free_gib for stage in self.calibration.stages if stage.free_gib is not None]
+        if free:
+            return int(self.usable - min(free) * GIB * (1 - utilization))
+        return requested_bytes(self.usable, utilization)
+
+    def _apart(self, layers: range, measured: MeasuredStage, weights: int) -> StageResidual:
+        budget = self.budget(self.utilization)
+        kv, activation, graph = (
+            _bytes(measured.kv_gib),
+            _bytes(measured.activation_gib),
+            _bytes(measured.graph_gib) or 0,
+        )
+        stated = None
         if measured.consumed_gib is not None:
             consumed = int(measured.consumed_gib * GIB)
+            stated = None if activation is None else consumed + activation
         elif measured.weights_gib is not None and measured.free_gib is not None:
             consumed = int(self.usable - (measured.free_gib - measured.weights_gib) * GIB)
         elif measured.weights_gib is not None:
-            consumed = int((measured.weights_gib + (measured.non_torch_gib or 0.0)) * GIB)
+            loaded = int((measured.weights_gib + (measured.non_torch_gib or 0.0)) * GIB)
+            # Engines that print weights apart count the kernels' buffers with the activations.
+            buffers = self.workspace - self.tables
+            buffers = buffers if activation is None else min(buffers, activation)
+            consumed = loaded + buffers
+            graph = 0
+            if activation is not None:
+                stated, activation = loaded + activation, activation - buffers
+                if kv is not None:
+                    # What is kept beyond that is an estimate of the graphs (vLLM since 0.21).
+                    kept = budget - stated - kv
+                    graph = kept if kept > ROUNDING * GIB else 0
         else:
             assert kv is not None
             assert activation is not None
             consumed = budget - kv - activation
-        # The KV memory is what the engine itself arrived at: what it kept free follows from it.
-        peak = budget - consumed - kv if kv is not None else activation
-        assert peak is not None
-        graph = int((measured.graph_gib or 0.0) * GIB) if measured.graph_in_activation else 0
-        return StageResidual(kind, consumed, weights, self.workspace, peak, min(graph, max(peak, 0)), kv)
+        if kv is not None and (self.calibration.gpu_memory_utilization is not None or activation is None):
+            # The KV memory is what the engine itself arrived at: what it kept free follows from it.
+            peak = budget - consumed - kv
+        else:
+            assert activation is not None
+            peak = activation
+        kind = stage_kind(layers.start, layers.stop, sum(self.partition))
+        graph = min(graph, max(peak, 0))
+        return StageResidual(kind, layers, consumed, weights, self.workspace, peak, graph, kv, stated)
+
+
+#: What rounding makes of a sum of numbers with two decimals, in GiB.
+ROUNDING = 0.03
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)

@@ -7,14 +7,14 @@ Source: vLLM 0.30 ``v1/worker/gpu_worker.py``.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from tensor_cast.core.calibration import Calibration
 from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.core.capacity_plan import StageMemory
-from tensor_cast.core.measured import Measured, StageKind, stage_kind
+from tensor_cast.core.measured import StageKind, stage_kind
+from tensor_cast.core.measured_run import measure
 from tensor_cast.core.start_up import RankMemory, StartUp, profile_layout
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.device.catalog import load_device
@@ -22,17 +22,11 @@ from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.kv_cache import indexer_layers
 from tensor_cast.engine.kv_formats import resolve_kv_format
 from tensor_cast.engine.limits import step_limits
-from tensor_cast.engine.workspaces import requested_bytes
 from tensor_cast.errors import ConfigError, UnsupportedModelError
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.parallel import check
-from tensor_cast.pipeline_partition import (
-    DsaSplit,
-    check_partition,
-    default_partition,
-    stage_ranges,
-)
+from tensor_cast.pipeline_partition import DsaSplit
 from tensor_cast.quant import QuantConfig
 from tensor_cast.units import GIB
 
@@ -113,7 +107,11 @@ class StagePlanner:
         )
         self._library = TraceLibrary(self.model, cache_dir=cache_dir, use_cache=use_cache)
         self._stages: dict[tuple[int, int, int], StageMemory] = {}
-        self.measured = None if calibration is None else self._measure(calibration)
+        self.measured = (
+            None
+            if calibration is None
+            else measure(calibration, config, self.start_up, self.parallel, self._rank_memory)
+        )
 
     # -- one stage -------------------------------------------------------------------------------------------------
 
@@ -153,8 +151,8 @@ class StagePlanner:
     @cached_property
     def budget(self) -> int:
         """Bytes that the engine takes of a device."""
-        if self.measured is not None and self.measured.calibration.total_gib is not None:
-            return requested_bytes(self.measured.calibration.total_gib * GIB, self.start_up.utilization)
+        if self.measured is not None:
+            return self.measured.budget(self.start_up.utilization)
         return self.start_up.budget
 
     # -- traces ----------------------------------------------------------------------------------------------------
@@ -183,30 +181,3 @@ class StagePlanner:
         if not self.full:
             return range(0)
         return range(start, next((i for i in range(start, end) if self.full[i]), end))
-
-    def _measure(self, calibration: Calibration) -> Measured:
-        """What the measured start-up leaves once our weights are taken off."""
-        tp = calibration.tp_size or self.config.tp_size
-        drafts = calibration.num_mtp_tokens
-        drafts = self.config.num_mtp_tokens if drafts is None else drafts
-        length = calibration.max_model_len or self.max_model_len
-        pp = calibration.pp_size or len(calibration.stages)
-        partition = calibration.pp_layer_partition or default_partition(self.model.num_hidden_layers, pp)
-        check_partition(partition, self.model.num_hidden_layers, len(calibration.stages))
-        # Experts are split over the ranks of the layout at hand, or over tp where the measured one had another.
-        sizes = {} if tp == self.config.tp_size else {"expert_parallel_size": 1}
-        dcp = calibration.dcp_size or self.config.dcp_size
-        parallel = replace(self.parallel, tensor_parallel_size=tp, decode_context_parallel_size=dcp, **sizes)
-        memory = self._rank_memory(replace(self.start_up, max_model_len=length, num_mtp_tokens=drafts), parallel)
-        held = []
-        for stage in stage_ranges(partition):
-            flips = len(self.flips(stage.start, stage.stop)) if self.config.dsa_split is DsaSplit.SELF_COMPUTE else 0
-            held.append(memory.weights(stage.start, stage.stop, extra_indexers=flips))
-        return Measured(
-            calibration=calibration,
-            partition=partition,
-            weights=tuple(held),
-            workspace=memory.buffers,
-            usable=(calibration.total_gib or self.device.usable_memory_bytes.value / GIB) * GIB,
-            utilization=calibration.gpu_memory_utilization or self.start_up.utilization,
-        )

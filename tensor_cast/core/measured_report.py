@@ -1,0 +1,59 @@
+"""What there is to say of a measured start-up beside its numbers: its own KV cache, and remarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensor_cast.core.measured import Measured
+
+__all__ = ["measured_json", "remarks"]
+
+#: Above this share a cache is not the one that the engine had.
+_SAME_CACHE = 0.01
+
+
+def _counted(measured: Measured) -> list[tuple[str, int, int]]:
+    """(what, as the engine printed it, as we make it of its KV memory)."""
+    calibration, predicted = measured.calibration, measured.predicted
+    if predicted is None:
+        return []
+    pairs = (
+        ("tokens", calibration.kv_tokens, predicted.kv_tokens),
+        ("blocks", calibration.num_blocks, predicted.num_blocks),
+    )
+    return [(what, printed, ours) for what, printed, ours in pairs if printed is not None]
+
+
+def remarks(measured: Measured) -> list[str]:
+    """Lines for below the table."""
+    lines = [
+        f"KV cache of the measured run: {printed:,} {what} printed, {ours:,} predicted from its KV memory "
+        f"({ours / printed - 1:+.2%})"
+        for what, printed, ours in _counted(measured)
+    ]
+    if any(abs(ours / printed - 1) > _SAME_CACHE for _, printed, ours in _counted(measured)):
+        lines.append(
+            "That is not the cache that the engine had: another --kv-cache-dtype, --block-size, "
+            "--max-num-batched-tokens or --dsa-split?"
+        )
+    if measured.other_model is not None:
+        lines.append(f"The log names another model: {measured.other_model}")
+    return lines + [f"Note: {note}" for note in measured.calibration.notes]
+
+
+def measured_json(measured: Measured) -> dict[str, Any]:
+    """The measured run in the public JSON form."""
+    calibration = measured.calibration
+    return {
+        "source": calibration.source,
+        "engine": calibration.engine,
+        "model": calibration.model,
+        "other_model": measured.other_model is not None,
+        "layout": measured.layout,
+        "partition": list(measured.partition),
+        "kv_cache": {
+            what: {"measured": printed, "predicted": ours, "difference": ours / printed - 1}
+            for what, printed, ours in _counted(measured)
+        },
+        "notes": list(calibration.notes),
+    }
