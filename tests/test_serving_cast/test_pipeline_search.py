@@ -307,6 +307,16 @@ def test_stages_of_a_row() -> None:
     assert json.loads(json.dumps(row.to_json()))["stages"][1]["layer_equivalents"] == 42
 
 
+def test_one_stage_has_no_border() -> None:
+    space = SearchSpace(tp=(8,), dp=(1,), ep=(1,), dcp=(1, 8), batch_range=(1, 16))
+    rows = []
+    for split in (None, *DsaSplit):
+        run = runner(model=GLM, devices=("H200_SXM",), space=space, dsa_split=split, quantize_linear_action="FP8")
+        rows.append(run.run()[0].candidates)
+    assert rows[0]
+    assert all(other == rows[0] for other in rows)
+
+
 def test_own_indexers_under_dcp() -> None:
     """vllm splits their caches as well, and gathers the candidates of three more layers."""
     unsafe, own = (glm_points("39,39", split, dcp=8, mode=Mode.AGGREGATED) for split in ("unsafe", "self-compute"))
