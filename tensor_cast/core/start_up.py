@@ -62,7 +62,8 @@ class StartUp:
 
     def in_flight(self, stages: int) -> int:
         """Tokens that may be scheduled at once in a pipeline of ``stages`` stages."""
-        return max_concurrent_batches(stages) * self.max_batched_tokens
+        batches = max_concurrent_batches(stages, v2_runner=self.engine.pp_extra_batches > 0)
+        return batches * self.max_batched_tokens
 
     def workspaces(self, parallel: ParallelConfig) -> Workspaces:
         """Buffers of the kernels on one rank of the layout."""
