@@ -10,13 +10,17 @@ from typing import Any
 
 from tensor_cast.core.input_generator import InputGenerator, KVCacheInfo
 from tensor_cast.core.pipeline_step import PipelineStep, stage_times
+from tensor_cast.core.start_up import StartUp
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.core.user_config import UserInputConfig
 from tensor_cast.device.catalog import load_device
 from tensor_cast.device.profile import DeviceProfile
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.engine.kv_cache import request_kv_bytes
+from tensor_cast.engine.kv_formats import resolve_kv_format
+from tensor_cast.engine.limits import step_limits
 from tensor_cast.engine.profile import EngineProfile
+from tensor_cast.engine.vision import vision_bytes
 from tensor_cast.errors import ConfigError
 from tensor_cast.ir.index_sharing import Handover, hand_over
 from tensor_cast.ir.program import Layout
@@ -270,14 +274,30 @@ class ModelRunner:
             extra_indexers=handover.own_indexers,
         )
         batches = self.engine.batches_in_flight(layout.parallel.pipeline_parallel_size)
+        limits = step_limits(self.engine, self.device)
+        start_up = StartUp(
+            model=self.model,
+            device=self.device,
+            engine=self.engine,
+            quant=self.quant,
+            form=resolve_kv_format(self.model, self.quant.kv_dtype),
+            dcp_semantics=layout.dcp_semantics,
+            block_size=layout.block_size,
+            max_model_len=sizes["S"],
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+            utilization=self.engine.gpu_memory_utilization,
+            num_mtp_tokens=layout.num_mtp_tokens,
+        )
+        tower = vision_bytes(self.model, layout.parallel.tensor_parallel_size) if layers.start == 0 else 0
         return MemoryPlan(
-            weights=weight_bytes(estimator.trace, self.quant),
+            weights=weight_bytes(estimator.trace, self.quant) + tower,
             kv=float(batches * sizes["B"] * kv_bytes),
             activation=float(activation_peak_bytes(estimator.prepared, sizes)),
-            non_torch=self.engine.non_torch_gib_for(layout.parallel.world_size) * GIB,
-            graph=self.engine.graph_gib * GIB,
+            non_torch=start_up.non_torch_bytes(layout.parallel),
+            graph=start_up.graph_bytes,
             reserved=self.config.reserved_memory_gb * GIB,
-            available=self.device.usable_memory_bytes.value * self.engine.gpu_memory_utilization,
+            available=start_up.budget,
         )
 
 

@@ -85,6 +85,14 @@ class StartUp:
         """Outside the allocator, kernels' buffers left out: context, libraries, communication where there is any."""
         return int(self.engine.non_torch_gib_for(talking_ranks(self.model, parallel)) * GIB)
 
+    def buffer_bytes(self, parallel: ParallelConfig) -> int:
+        """Held for good beside the weights: buffers of the kernels, tables of rotary embeddings."""
+        return self.workspaces(parallel).persistent + rope_cache_bytes(self.model)
+
+    def non_torch_bytes(self, parallel: ParallelConfig) -> int:
+        """Outside the allocator, and the buffers, which the engine counts as used like it."""
+        return self.outside_bytes(parallel) + self.buffer_bytes(parallel)
+
     @property
     def graph_bytes(self) -> int:
         """Captured graphs, as far as the engine subtracts them."""
@@ -149,13 +157,13 @@ class RankMemory:
 
     @cached_property
     def buffers(self) -> int:
-        """Held for good beside the weights: buffers of the kernels, tables of rotary embeddings."""
-        return self.workspaces.persistent + rope_cache_bytes(self.start.model)
+        """See :meth:`StartUp.buffer_bytes`."""
+        return self.start.buffer_bytes(self.parallel)
 
     @cached_property
     def non_torch(self) -> int:
-        """Outside the allocator, and the buffers, which the engine counts as used like it."""
-        return self.start.outside_bytes(self.parallel) + self.buffers
+        """See :meth:`StartUp.non_torch_bytes`."""
+        return self.start.non_torch_bytes(self.parallel)
 
     def activation(self, start: int, end: int) -> int:
         """Peak of the profile run: in the layers, or where the last stage samples for as many requests as may be."""
