@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.inference.common import non_negative_int, positive_int, print_json, print_tables
+from cli.inference.common import add_layout_arguments, layout_values, positive_int, print_json, print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,17 +44,10 @@ _layer_list.__name__ = "list of layers"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the sub-command."""
-    parser.add_argument("model", metavar="MODEL", help="hub id of an embedded config, or a local folder")
     parser.add_argument("--device", required=True, help="name of a device (msmodeling devices lists them)")
-    parser.add_argument("--engine", help="vllm or vllm-ascend (default: the engine of the device's vendor)")
-    layout = parser.add_argument_group("layout")
-    layout.add_argument("--tp-size", type=positive_int, default=1, help="tensor parallel ranks (default 1)")
+    add_layout_arguments(parser)
+    layout = parser.add_argument_group("pipeline stages")
     layout.add_argument("--pp-size", type=positive_int, default=1, help="pipeline stages (default 1)")
-    layout.add_argument("--dp-size", type=positive_int, default=1, help="data parallel ranks of attention (default 1)")
-    layout.add_argument("--ep-size", type=positive_int, default=1, help="expert parallel ranks: 1 or tp*dp (default 1)")
-    layout.add_argument("--dcp-size", type=positive_int, default=1, help="decode context parallel ranks (default 1)")
-    layout.add_argument("--dcp-semantics", help="vllm-ascend, vllm or rfc (default: the engine's)")
-    layout.add_argument("--num-mtp-tokens", type=non_negative_int, default=0, help="draft tokens a step (default 0)")
     layout.add_argument(
         "--pp-layer-partition",
         metavar="A,B|auto|all",
@@ -74,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-model-len", type=positive_int, help="tokens of the longest request (default: the model's)"
     )
-    engine.add_argument("--block-size", type=positive_int, help="tokens in a KV block")
     engine.add_argument("--max-num-batched-tokens", type=positive_int, help="tokens in a step at most")
     engine.add_argument("--max-num-seqs", type=positive_int, help="requests in a step at most")
     engine.add_argument("--no-hybrid-kv-cache", action="store_true", help="windowed layers keep every token")
@@ -103,9 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _FIELDS = (
-    "model device engine dcp_semantics tp_size pp_size dp_size ep_size dcp_size num_mtp_tokens pp_layer_partition "
-    "dsa_split kv_cache_dtype gpu_memory_utilization max_model_len block_size max_num_batched_tokens max_num_seqs "
-    "quantize_linear_action kv_memory_gib request_length"
+    "device pp_size pp_layer_partition dsa_split kv_cache_dtype gpu_memory_utilization max_model_len "
+    "max_num_batched_tokens max_num_seqs quantize_linear_action kv_memory_gib request_length"
 )
 
 
@@ -117,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
     from tensor_cast.core.capacity_report import compare, require_room, to_json
 
     config = CapacityConfig.create(
-        **{name: getattr(args, name) for name in _FIELDS.split()}, hybrid_kv_cache=not args.no_hybrid_kv_cache
+        **layout_values(args),
+        **{name: getattr(args, name) for name in _FIELDS.split()},
+        hybrid_kv_cache=not args.no_hybrid_kv_cache,
     )
     given = GivenLayout(args.measured_tp_size, args.measured_dp_size, args.measured_pp_layer_partition)
     calibration = None if args.calibrate_from is None else read_calibration(args.calibrate_from, given)

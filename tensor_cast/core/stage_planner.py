@@ -71,6 +71,8 @@ class StagePlanner:
             pipeline_parallel_size=config.pp_size,
             data_parallel_size=config.dp_size,
             expert_parallel_size=config.ep_size,
+            moe_data_parallel_size=config.moe_dp_size,
+            cp_kv_cache_interleave_size=config.cp_kv_cache_interleave_size,
             decode_context_parallel_size=config.dcp_size,
         )
         self.block_size = config.block_size or self.engine.block_size_for(self.model.attention)
