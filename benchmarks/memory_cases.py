@@ -20,13 +20,14 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tensor_cast.core.capacity import CapacityPlanner
 from tensor_cast.core.capacity_config import CapacityConfig
+from tensor_cast.core.capacity_plan import StageMemory
 from tensor_cast.device.catalog import load_device
 from tensor_cast.engine.rope import rope_cache_bytes
 from tensor_cast.errors import MsModelingError, UnknownNameError
@@ -101,6 +102,10 @@ def main() -> int:
     return 0
 
 
+#: Makes a comparison of (quantity, measured, ours), or none where one of the two is missing.
+_Make = Callable[[str, float | None, float | None], Iterator[Comparison]]
+
+
 class UnusableRowError(Exception):
     """A row that says too little to be run."""
 
@@ -151,23 +156,23 @@ def compare(row: Mapping[str, Any], configs: Path | None) -> Iterator[Comparison
     yield from _tokens(row, configs, known or ANY_DEVICE, make)
 
 
-def _kv_memory(row: Mapping[str, Any], stage: Any, planner: CapacityPlanner) -> float:
+def _kv_memory(row: Mapping[str, Any], stage: StageMemory, planner: CapacityPlanner) -> float:
     """GiB for the cache on the device of the row, with graphs as its release treats them."""
-    kv = stage.kv
+    kv: float = stage.kv
     if row.get("gpu_mem_gib"):
         total = float(row["gpu_mem_gib"]) * GIB
         kv += (total - planner.device.usable_memory_bytes.value) * planner.start_up.utilization
     release = _release(row)
     if release is not None and release < GRAPHS_SUBTRACTED_FROM:
         kv += stage.graph or 0
-    return float(kv / GIB)
+    return kv / GIB
 
 
-def _tokens(row: Mapping[str, Any], configs: Path | None, device: str, make: Any) -> Iterator[Comparison]:
+def _tokens(row: Mapping[str, Any], configs: Path | None, device: str, make: _Make) -> Iterator[Comparison]:
     """KV tokens and concurrency, given the memory of the log."""
     observed = row["observed"]
     memory = observed.get("kv_available_gib")
-    if not memory or not row.get("max_model_len"):
+    if not memory:
         return
     plans = []
     for gib in (memory, max(0.0, memory - ROUNDING_GIB), memory + ROUNDING_GIB):
@@ -177,7 +182,7 @@ def _tokens(row: Mapping[str, Any], configs: Path | None, device: str, make: Any
         ("KV tokens", observed.get("kv_tokens"), [float(p.kv_tokens) for p in plans]),
         ("concurrency", observed.get("max_concurrency"), [p.max_concurrency for p in plans]),
     ):
-        if measured:
+        if measured and (quantity == "KV tokens" or row.get("max_model_len")):
             slack = ROUNDING_GIB if quantity == "concurrency" else 0.0
             inside = ours[1] - slack <= measured <= ours[2] + slack
             yield from make(quantity, measured, measured if inside else ours[0])
