@@ -261,13 +261,17 @@ class TracedCosts:
         return self.kv.request_bytes(tokens)
 
     def pool_bytes(self, grid: Grid, batches: float = 1.0) -> Array:
-        """The part of the KV pool that ``batches`` batches of each size take. Only one of them runs at a time."""
+        """The part of the KV pool that ``batches`` batches of each size take. Only one of them runs at a time.
+
+        The engine refuses to start where the pool could not hold its longest request, so no less than that counts.
+        """
         w = self.setting.workload
         if isinstance(grid, PrefillGrid):  # hands its KV over; it never holds the output
             pool = self.kv.prompt_bytes(grid.batches * batches, w.input_length)
         else:
             pool = self.kv.pool_bytes(grid.batches * batches, w.total_tokens)
-        return np.asarray(pool, dtype=np.float64)
+        longest = self.kv.prompt_bytes(1, self.setting.start_up.max_model_len)
+        return np.asarray(np.maximum(pool, longest), dtype=np.float64)
 
     @cached_property
     def profile_bytes(self) -> int:

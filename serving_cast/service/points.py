@@ -28,7 +28,7 @@ class LayoutMemory:
 
     Args:
         available: what the engine may use.
-        overhead: outside the allocator, captured graphs, reserved memory, the null block.
+        overhead: outside the allocator, buffers of kernels, captured graphs, reserved memory, the null block.
     """
 
     available: float

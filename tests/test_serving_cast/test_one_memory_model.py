@@ -138,10 +138,20 @@ def test_a_prefill_instance_has_the_memory_of_its_own_layout() -> None:
         spare = memory.available - memory.weights - memory.overhead - memory.activation.min()
         (rank,) = expected.capacity.ranks
         assert spare + rank.block_bytes == expected.stages[0].kv
-    # 19,000 tokens: 297 blocks of 64 tokens, whole on every rank.
+    # 19,000 tokens: 297 blocks of 64 tokens, whole on every rank; 20,000, which the engine is started for: 313.
     prompts = by_phase["prefill"]
     blocks = prompts.memory.kv / plan.capacity.ranks[0].block_bytes
-    assert np.array_equal(blocks, prompts.batches * 297)
+    assert np.array_equal(blocks, np.maximum(prompts.batches * 297, 313))
+
+
+@pytest.mark.parametrize(("longest", "starts"), [(44_048, True), (44_064, False)])
+def test_the_longest_request_must_fit_or_the_engine_does_not_start(longest: int, starts: bool) -> None:
+    """2,754 blocks of 16 tokens: beside the null block 2,753 of them, 44,048 tokens, whatever the workload needs."""
+    case = Case("Qwen/Qwen3-32B", "H100_SXM", length=8000, longest=longest, utilization=0.95)
+    capacity = case.planner().plan().capacity
+    assert (capacity.num_blocks, capacity.starts) == (2754, starts)
+    (points,) = ParallelRunner(make_setting(case.config(), case.device)).evaluate().points
+    assert bool(points.memory.fits[0]) is starts
 
 
 def test_reserved_memory_is_not_for_the_cache() -> None:
