@@ -32,6 +32,7 @@ from tensor_cast.engine.limits import step_limits
 from tensor_cast.errors import ConfigError, LegalityError, MsModelingError
 from tensor_cast.ir.record import Phase
 from tensor_cast.model_catalog import load_model_config
+from tensor_cast.model_config import ModelConfig
 from tensor_cast.parallel import violations
 from tensor_cast.pipeline_partition import (
     Partition,
@@ -72,6 +73,7 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
 
     Raises:
         ConfigError: an unknown name or a value that cannot be used.
+        LegalityError: a partition that fits none of the pipeline sizes.
         UnsupportedModelError: the model has a part that cannot be modelled yet.
     """
     device = load_device(device_name)
@@ -83,6 +85,7 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
     get_semantics(semantics)  # an unknown name is an error here, not in the first layout
     if config.workload.num_mtp_tokens and not model.num_nextn_predict_layers:
         raise ConfigError(f"{model.model_id} has no MTP weights; leave out --num-mtp-tokens")
+    _check_partition(config, model)
     low = config.space.batch_range[0] if config.space.batch_range else 1
     limits = step_limits(engine, device)
     if limits.max_num_seqs and low > limits.max_num_seqs:
@@ -108,6 +111,22 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
         budget=config.max_batched_tokens or limits.max_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
     )
+
+
+def _check_partition(config: OptimizerConfig, model: ModelConfig) -> None:
+    """Refuse a partition that fits none of the pipeline sizes: a slip of the user's, not a finding of the search."""
+    asked = config.pp_layer_partition
+    if asked in (None, AUTO):
+        return
+    misfits: list[LegalityError] = []
+    for stages in config.space.pp:
+        try:
+            parse_partition(asked, model.num_hidden_layers, stages)
+        except LegalityError as error:
+            misfits.append(error)
+        else:
+            return
+    raise next((error for error in misfits if error.rule != "pp.partition_count"), misfits[-1])
 
 
 class ParallelRunner:

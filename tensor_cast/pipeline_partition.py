@@ -7,6 +7,7 @@ and ``models/deepseek_v2.py`` (which layers own an indexer).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate, combinations, pairwise
@@ -28,6 +29,7 @@ __all__ = [
     "parse_dsa_split",
     "parse_partition",
     "refuse_unsafe",
+    "spell",
     "stage_ranges",
     "unsafe_by_stage",
     "unsafe_layers",
@@ -81,13 +83,13 @@ def parse_partition(text: str, layers: int, stages: int) -> Partition:
         ConfigError: a field is no integer.
         LegalityError: as :func:`check_partition`.
     """
-    try:
-        partition = tuple(int(field) for field in text.split(","))
-    except ValueError:
+    fields = [field.strip() for field in text.split(",")]
+    if not all(re.fullmatch("-?[0-9]{1,9}", field) for field in fields):
         raise ConfigError(
             f"pipeline partition {text!r}: need integers separated by commas, one for each stage, such as "
-            f"{_spell(default_partition(layers, stages))}"
-        ) from None
+            f"{spell(default_partition(layers, stages))}"
+        )
+    partition = tuple(map(int, fields))
     check_partition(partition, layers, stages)
     return partition
 
@@ -101,16 +103,16 @@ def check_partition(partition: Sequence[int], layers: int, stages: int) -> None:
         LegalityError: wrong number of stages (``pp.partition_count``), a stage without layers
             (``pp.partition_positive``), or a sum that is not the number of layers (``pp.partition_sum``).
     """
-    remedy = "the engine's own split is " + _spell(default_partition(layers, stages))
+    remedy = "the engine's own split is " + spell(default_partition(layers, stages))
     if len(partition) != stages:
         raise LegalityError(
             "pp.partition_count",
             "a number of layers for each of the pp_size stages",
-            f"{len(partition)} in {_spell(partition)}, pp_size {stages}",
+            f"{len(partition)} in {spell(partition)}, pp_size {stages}",
             remedy,
         )
     if min(partition) < 1:
-        raise LegalityError("pp.partition_positive", "at least one layer in each stage", _spell(partition), remedy)
+        raise LegalityError("pp.partition_positive", "at least one layer in each stage", spell(partition), remedy)
     if sum(partition) != layers:
         raise LegalityError(
             "pp.partition_sum",
@@ -120,7 +122,8 @@ def check_partition(partition: Sequence[int], layers: int, stages: int) -> None:
         )
 
 
-def _spell(partition: Sequence[int]) -> str:
+def spell(partition: Sequence[int]) -> str:
+    """A partition, or a list of layers, as options and tables have it: ``41,37``."""
     return ",".join(map(str, partition))
 
 
@@ -258,12 +261,12 @@ def refuse_unsafe(partition: Sequence[int], indexer_full: Sequence[bool], split:
         return
     safe = nearest_safe_partitions(partition, indexer_full)
     layers = f"layer{'s' * (len(unsafe) > 1)} {', '.join(map(str, unsafe))}"
-    options = "choose a safe partition (" + " or ".join(map(_spell, safe)) + "), or" if safe else "choose"
+    options = "choose a safe partition (" + " or ".join(map(spell, safe)) + "), or" if safe else "choose"
     raise LegalityError(
         "pp.dsa_indices",
         "stages that start with a layer that computes its own top-k indices: the engine passes hidden states between "
         "stages, not indices",
-        f"partition {_spell(partition)}, where {layers} would read indices never written on their stage",
+        f"partition {spell(partition)}, where {layers} would read indices never written on their stage",
         f"{options} --dsa-split self-compute (those layers get an indexer), send-indices (the indices travel along) "
         "or unsafe (wrong outputs, priced as is)",
     )

@@ -13,6 +13,7 @@ from serving_cast.service.pd_ratio import PdChoice
 from serving_cast.service.rows import Rejection, Row
 from serving_cast.service.search import nearest
 from serving_cast.service.utils import DISAGG_COLUMNS, format_parallel_label
+from tensor_cast.pipeline_partition import spell
 
 __all__ = ["SCHEMA_VERSION", "FailedSummary", "OptimizerSummary", "Summary", "document", "table_rows"]
 
@@ -112,8 +113,7 @@ class OptimizerSummary:
     def _csv(self, row: Row, best: bool, instances: int | None = None, transfer: float | None = None) -> list[Any]:
         values = row.to_json()
         limits = [self.limits.ttft_ms, self.limits.tpot_ms]
-        cells = (json.dumps(value) if isinstance(value, list) else value for value in map(values.get, DISAGG_COLUMNS))
-        return [*cells, *limits, best, instances, transfer]
+        return [*(_cell(values[name]) for name in DISAGG_COLUMNS), *limits, best, instances, transfer]
 
     def message(self) -> str:
         """One line: nothing while all is well, else what is nearest to feasible and by how much it misses."""
@@ -144,7 +144,8 @@ class OptimizerSummary:
             return ""
         row = marked[0]
         return (
-            f"UNSAFE: in {row.parallel} with partition {row.pp_layer_partition} the layers {row.unsafe_layers} read "
+            f"UNSAFE: in {row.parallel} with partition {spell(row.pp_layer_partition or ())} the layers "
+            f"{spell(row.unsafe_layers)} read "
             "top-k indices never written on their stage; its outputs are wrong, it is priced as --dsa-split unsafe asks"
         )
 
@@ -155,8 +156,8 @@ class OptimizerSummary:
             return ""
         row = marked[0]
         return (
-            f"in {row.parallel} with partition {row.pp_layer_partition} the layers {row.own_indexer_layers} get an "
-            "indexer of their own, as --dsa-split self-compute asks"
+            f"in {row.parallel} with partition {spell(row.pp_layer_partition or ())} the layers "
+            f"{spell(row.own_indexer_layers)} get an indexer of their own, as --dsa-split self-compute asks"
         )
 
     def _length_note(self) -> str:
@@ -210,6 +211,13 @@ class FailedSummary:
 
 
 Summary = OptimizerSummary | FailedSummary
+
+
+def _cell(value: Any) -> Any:
+    """Lists as CSV has them: numbers as options take them, objects as JSON."""
+    if not isinstance(value, list):
+        return value
+    return spell(value) if all(isinstance(item, int) for item in value) else json.dumps(value)
 
 
 def document(summaries: Sequence[Summary]) -> dict[str, Any]:

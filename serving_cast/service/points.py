@@ -101,10 +101,6 @@ def _at(values: Array, index: int) -> float:
     return float(flat[index if len(flat) > 1 else 0])
 
 
-def _spell(numbers: tuple[int, ...]) -> str | None:
-    return ",".join(map(str, numbers)) or None
-
-
 @dataclass(frozen=True)
 class LayoutPoints:
     """One layout in one phase at every batch size.
@@ -188,10 +184,10 @@ class LayoutPoints:
             memory_available_gib=memory.available / GIB,
             coverage=self.coverage,
             bound=self.bound_of(index),
-            pp_layer_partition=_spell(self.parallel.pp_layer_partition),
+            pp_layer_partition=self.parallel.pp_layer_partition or None,
             batches_in_flight=flight,
             pp_utilization=None if pipeline is None else pipeline.utilisation(index),
-            unsafe_layers=_spell(handover.unsafe),
-            own_indexer_layers=_spell(handover.own_indexers),
+            unsafe_layers=handover.unsafe,
+            own_indexer_layers=handover.own_indexers,
             stages=None if pipeline is None else pipeline.stages(index),
         )

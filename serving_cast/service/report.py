@@ -34,7 +34,7 @@ def write_layout_report(path: Path, setting: Setting, rows: list[Row]) -> None:
 
 def layout_sections(setting: Setting, row: Row) -> list[Section]:
     """Memory and timeline of one row; its layout is priced again at its batch size."""
-    partition = tuple(int(part) for part in (row.pp_layer_partition or "").split(",") if part)
+    partition = row.pp_layer_partition or ()
     parallel = ParallelConfig(
         tp_size=row.tp,
         pp_size=row.pp,

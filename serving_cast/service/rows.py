@@ -45,13 +45,12 @@ class Row:
         overhead_gib: outside the allocator, captured graphs, reserved memory and the engine's null block.
         memory_total_gib: sum of weights, KV, activations and overhead, at most ``memory_available_gib``.
         bound: resource that most of the step's time waits for.
-        pp_layer_partition: layers of each pipeline stage, ``"41,37"``; None without stages. The memory of a row is that
-            of the fullest stage.
+        pp_layer_partition: layers of each pipeline stage; None without stages. The memory of a row is that of the
+            fullest stage.
         batches_in_flight: batches of ``batch_size`` that are under way at once, one without a pipeline.
         pp_utilization: mean share of the time that the stages compute; None without stages.
-        unsafe_layers: layers of sparse attention that read top-k indices never written on their stage, ``"39,40,41"``;
-            None where there are none.
-        own_indexer_layers: layers given an indexer so that they need none of those indices, likewise.
+        unsafe_layers: layers of sparse attention that read top-k indices never written on their stage.
+        own_indexer_layers: layers given an indexer so that they need none of those indices.
         stages: of a pipeline, one entry for each stage; None without.
     """
 
@@ -84,16 +83,17 @@ class Row:
     memory_available_gib: float
     coverage: float
     bound: str
-    pp_layer_partition: str | None = None
+    pp_layer_partition: tuple[int, ...] | None = None
     batches_in_flight: int = 1
     pp_utilization: float | None = None
-    unsafe_layers: str | None = None
-    own_indexer_layers: str | None = None
+    unsafe_layers: tuple[int, ...] = ()
+    own_indexer_layers: tuple[int, ...] = ()
     stages: tuple[StageRow, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return values | {"stages": None if self.stages is None else [asdict(stage) for stage in self.stages]}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_row_of_a_pipeline() -> None:
     row = points.row(9)
     assert row.parallel == "tp4pp2"
     assert (row.pp, row.replicas, row.batch_size, row.concurrency) == (2, 1, 10, 20)
-    assert row.pp_layer_partition == "40,40"
+    assert row.pp_layer_partition == (40, 40)
     assert row.batches_in_flight == 2
     # Two batches in flight: 20 requests gain a token per cycle. KV: 20 requests of 4,608 tokens, 40 layers, 2 heads.
     assert row.throughput_tok_s == pytest.approx(20 / (row.tpot_ms * 1e-3))
@@ -167,18 +168,46 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tp-sizes", "4", "--dp-sizes", "1", "--dcp-sizes", "1", "--pp-sizes", "1,2", "--format", "json"]
     assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,39", "--pp-extra-batches", "1"]) == 0
     out = json.loads(capsys.readouterr().out)
-    assert {row["parallel"]: row["pp_layer_partition"] for row in out["candidates"]} == {"tp4": None, "tp4pp2": "41,39"}
+    assert {row["parallel"]: row["pp_layer_partition"] for row in out["candidates"]} == {
+        "tp4": None,
+        "tp4pp2": [41, 39],
+    }
     assert {row["parallel"]: row["batches_in_flight"] for row in out["candidates"]} == {"tp4": 1, "tp4pp2": 3}
     assert out["inputs"]["pp_sizes"] == [1, 2]
     assert out["inputs"]["pp_extra_batches"] == 1
     assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,39", "--format", "csv"]) == 0
     rows = {row["parallel"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert [stage["layers"] for stage in json.loads(rows["tp4pp2"]["stages"])] == [41, 39]
+    assert rows["tp4pp2"]["pp_layer_partition"] == "41,39"
     assert (rows["tp4pp2"]["own_indexer_layers"], rows["tp4"]["stages"]) == ("", "")
-    assert throughput_optimizer.main([*base, *sizes, "--pp-layer-partition", "41,40"]) == 0
-    out = json.loads(capsys.readouterr().out)
-    (rejection,) = out["rejections"]
-    assert (rejection["rule"], rejection["have"]) == ("pp.partition_sum", "41+40 = 81")
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ("41,40", r"\[pp.partition_sum\].*41\+40 = 81"),
+        ("80,0", r"\[pp.partition_positive\]"),
+        ("81,-1", r"\[pp.partition_positive\]"),
+        ("20,20,20,20", r"\[pp.partition_count\].*4 in 20,20,20,20, pp_size 2"),
+        ("4_1,39", "integers separated by commas"),
+        ("41.0,39", "integers separated by commas"),
+        ("", "integers separated by commas"),
+    ],
+)
+def test_partition_that_fits_no_size_is_bad_input(
+    partition: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [LLAMA, "--device", "H100_SXM", "--num-devices", "8", "--input-length", "4096", "--output-length", "512"]
+    assert throughput_optimizer.main([*asked, "--pp-sizes", "1,2", "--pp-layer-partition", partition]) == 2
+    out = capsys.readouterr()
+    assert not out.out
+    assert re.search(message, out.err)
+
+
+def test_partition_may_fit_one_size_of_several() -> None:
+    (found,) = runner(space=SearchSpace(tp=(2,), pp=(2, 4), dp=(1,), dcp=(1,)), pp_layer_partition="41,39").run()
+    assert [row.pp for row in found.candidates] == [2]
+    assert {rejection.rule for rejection in found.rejections} == {"pp.partition_count"}
 
 
 @pytest.mark.parametrize(
@@ -230,9 +259,9 @@ def test_ways_out_of_missing_indices() -> None:
     unsafe, own, sent = (glm_points("39,39", split) for split in ("unsafe", "self-compute", "send-indices"))
     rows = {name: points.row(15) for name, points in (("unsafe", unsafe), ("own", own), ("sent", sent))}
     assert [(r.unsafe_layers, r.own_indexer_layers) for r in rows.values()] == [
-        ("39,40,41", None),
-        (None, "39,40,41"),
-        (None, None),
+        ((39, 40, 41), ()),
+        ((), (39, 40, 41)),
+        ((), ()),
     ]
     first, last = (
         [
@@ -258,7 +287,7 @@ def test_ways_out_of_missing_indices() -> None:
 def test_a_safe_partition_costs_the_same_whatever_is_asked(dcp: int) -> None:
     rows = {split: glm_points("42,36", split, dcp=dcp).row(7) for split in (None, *DsaSplit)}
     assert len(set(rows.values())) == 1
-    assert rows[None].own_indexer_layers is rows[None].unsafe_layers is None
+    assert rows[None].own_indexer_layers == rows[None].unsafe_layers == ()
 
 
 def test_auto_stays_safe_unless_told_how_to_go_on() -> None:
