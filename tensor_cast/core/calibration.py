@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
@@ -33,7 +33,8 @@ from tensor_cast.errors import ConfigError
 
 __all__ = ["Calibration", "GivenLayout", "MeasuredStage", "read_calibration"]
 
-Gib = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: No device has a PiB; what is beyond is garbled.
+Gib = Annotated[float, Field(ge=0, le=2**20, allow_inf_nan=False)]
 
 
 class MeasuredStage(BaseModel):
@@ -55,7 +56,7 @@ class MeasuredStage(BaseModel):
 
     consumed_gib: Gib | None = None
     weights_gib: Gib | None = None
-    non_torch_gib: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    non_torch_gib: Annotated[float, Field(ge=-(2**20), le=2**20, allow_inf_nan=False)] | None = None
     activation_gib: Gib | None = None
     graph_gib: Gib | None = None
     graph_estimate_gib: Gib | None = None
@@ -93,21 +94,20 @@ class Calibration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     source: str = ""
-    engine: str | None = None
+    engine: Literal["vllm", "vllm-ascend", "sglang"] | None = None
     model: str | None = None
     tp_size: PositiveInt | None = None
     pp_size: PositiveInt | None = None
     dp_size: PositiveInt | None = None
     dcp_size: PositiveInt | None = None
     expert_parallel: bool | None = None
-    pp_layer_partition: tuple[int, ...] | None = None
-    num_mtp_tokens: Annotated[int, Field(ge=0)] | None = None
+    pp_layer_partition: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    num_mtp_tokens: Annotated[int, Field(ge=0, le=256)] | None = None
     max_model_len: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
-    max_num_seqs: PositiveInt | None = None
     kv_cache_dtype: str | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    total_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    total_gib: Annotated[Gib, Field(gt=0)] | None = None
     kv_tokens: PositiveInt | None = None
     num_blocks: PositiveInt | None = None
     stages: Annotated[tuple[MeasuredStage, ...], Field(min_length=1)]

@@ -186,7 +186,6 @@ def _run(calibration: Calibration, asked: CapacityConfig, start_up: StartUp, par
         start_up,
         form=form,
         max_model_len=calibration.max_model_len or start_up.max_model_len,
-        max_num_seqs=calibration.max_num_seqs or start_up.max_num_seqs,
         max_batched_tokens=calibration.max_num_batched_tokens or start_up.max_batched_tokens,
         num_mtp_tokens=drafts,
     )

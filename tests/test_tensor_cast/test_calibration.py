@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from start_logs import GLM_STAGES, LLAMA_LOG, account, glm_log, sglang_log, worker
 
 from tensor_cast.core.calibration import Calibration, GivenLayout, read_calibration
+from tensor_cast.core.engine_logs import LOG_FORMATS
 from tensor_cast.errors import ConfigError
 
 Read = Callable[..., Calibration]
@@ -129,7 +131,7 @@ def test_what_the_run_was_started_with(read: Read) -> None:
             *glm_log(),
         ]
     )
-    assert (found.max_num_seqs, found.max_num_batched_tokens, found.expert_parallel) == (32, 4096, True)
+    assert (found.max_num_batched_tokens, found.expert_parallel) == (4096, True)
     assert (found.kv_cache_dtype, found.num_mtp_tokens, found.max_model_len) == ("fp8", 3, 524_288)
     assert (found.model, found.dcp_size, found.notes) == ("zai-org/GLM-5.3-W4A16", 1, ())
     assert [(s.consumed_gib, s.activation_gib, s.graph_gib, s.kv_gib) for s in found.stages] == list(
@@ -206,3 +208,42 @@ def test_garbled_options(read: Read) -> None:
         read(["Hidden layers were unevenly partitioned: [31,,31]. This can be", *LLAMA_LOG])
     with pytest.raises(ConfigError, match=r"line 1: '1\.5' is no whole number"):
         read(["tensor_parallel_size=1.5", *LLAMA_LOG])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("engine: foo", "engine"),
+        ("pp_layer_partition: []", "pp_layer_partition"),
+        ("pp_layer_partition: [39.5, 38.5]", "valid integer"),
+        ("num_mtp_tokens: 1000000000", "num_mtp_tokens"),
+        ("total_gib: 1.0e+300", "total_gib"),
+        ("kv_tokens: 0", "kv_tokens"),
+    ],
+)
+def test_numbers_out_of_bounds(read: Read, line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"start\.yaml: field .*{message}"):
+        read(f"{line}\nstages: [{{consumed_gib: 1, kv_gib: 1}}]\n", "start.yaml")
+
+
+def test_sizes_that_no_run_has(read: Read) -> None:
+    with pytest.raises(ConfigError, match="the log says pp_size 999,999,999; allowed are 1 to"):
+        read(["config: tensor_parallel_size=1, pipeline_parallel_size=999999999", *LLAMA_LOG])
+
+
+def test_a_start_without_room_measures_nothing(read: Read) -> None:
+    lines = [line.replace("memory: 56.21", "memory: -0.87") for line in LLAMA_LOG[:2]]
+    with pytest.raises(ConfigError, match=r"had no room for a KV cache \(-0\.87 GiB\)"):
+        read(lines)
+
+
+def test_long_logs_are_mostly_skipped(read: Read) -> None:
+    # Serving prints a line every ten seconds; none of them is looked at.
+    serving = (
+        "(APIServer pid=1) INFO 09-01 10:10:00 [loggers.py:248] Engine 000: Avg prompt throughput: 12.3 tokens/s, Avg "
+        "generation throughput: 45.6 tokens/s, Running: 3 reqs, Waiting: 0 reqs, GPU KV cache usage: 1.0%"
+    )
+    assert not any(form.may_say(serving) for form in LOG_FORMATS)
+    start = time.process_time()
+    read(glm_log() + [serving] * 50_000)
+    assert time.process_time() - start < 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from start_logs import LLAMA_LOG, QWEN_LOG, account, glm_log, sglang_log
+from start_logs import LLAMA_LOG, QWEN_LOG, account, glm_log, sglang_log, worker
 
 from tensor_cast.core.calibration import Calibration, GivenLayout, MeasuredStage, read_calibration
 from tensor_cast.core.capacity import CapacityPlanner
@@ -166,6 +166,36 @@ def test_a_published_start_that_prints_weights_apart(plan: Plan) -> None:
     assert stage.peak + stage.workspace - run.tables == pytest.approx(2.68 * GIB, abs=0.02 * GIB)
     assert run.predicted is not None
     assert run.predicted.kv_tokens == pytest.approx(168_288, rel=0.0005)
+
+
+def test_buffers_are_those_of_the_measured_token_budget(plan: Plan) -> None:
+    # Two buffers of 8 experts a token: 8,192 * 8 * (4,096 + 4,096) * 2 B are 1 GiB, a quarter of it for 2,048 tokens.
+    asked = {"model": "Qwen/Qwen3-235B-A22B-FP8", "device": "RTX_PRO_6000", "tp_size": 4}
+    sizes = [
+        measured(
+            plan([f"Chunked prefill is enabled with max_num_batched_tokens={tokens}.", *QWEN_LOG], asked)
+        ).workspace
+        for tokens in (8192, 2048)
+    ]
+    assert sizes[0] - sizes[1] == 3 * GIB // 4
+
+
+def test_expert_parallel_ranks_hold_whole_experts(plan: Plan) -> None:
+    # Split over eight, an expert of 1,536 breaks the 128 x 128 blocks; sixteen whole ones on each rank do not.
+    asked = {"model": "Qwen/Qwen3-235B-A22B-FP8", "device": "RTX_PRO_6000", "tp_size": 4}
+    lines = [worker(f"_TP{i}_EP{i}") + account(30.1, 0.8, 0.3, 54.61, total=95.01, share=0.9) for i in range(8)]
+    run = measured(plan(lines, asked))
+    assert run.layout == "TP8 EP8"
+    with pytest.raises(ConfigError, match=r"\[quant.block\]"):
+        plan([line.replace(f"_EP{i}", "") for i, line in enumerate(lines)], asked)
+
+
+def test_memory_of_a_device_is_known_to_a_percent_or_so(plan: Plan) -> None:
+    # 0.92 of 78.5 GiB are 72.22, of 79.25 72.91; 70 are of another device or another share.
+    numbers = "gpu_memory_utilization: 0.92\nstages: [{{consumed_gib: 15.26, activation_gib: 1.44, kv_gib: {}}}]"
+    assert measured(plan(numbers.format(72.22 - 16.70))).stages[0].kv == int((72.22 - 16.70) * GIB)
+    with pytest.raises(ConfigError, match="does not add up"):
+        plan(numbers.format(70 - 16.70))
 
 
 def test_sglang_is_taken_apart_too(plan: Plan) -> None:

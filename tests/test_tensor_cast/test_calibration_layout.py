@@ -191,6 +191,23 @@ def test_ranks_that_give_account_again_were_started_again(read: Read) -> None:
     assert read([*glm_log(config=False), *glm_log(config=False)]).notes == ()  # every line twice: one start
 
 
+def test_an_attempt_that_came_to_nothing_says_nothing(read: Read) -> None:
+    attempt = GLM_CONFIG.replace("tensor_parallel_size=4", "tensor_parallel_size=2").replace("=524288", "=1048576")
+    found = read([attempt, *glm_log()])
+    assert (layout(found), found.max_model_len, found.notes) == ((4, 2, 1), 524_288, ())
+
+
+def test_a_start_of_another_layout_does_not_mix_with_the_one_before(read: Read) -> None:
+    # The first start lost its configuration line, and its ranks have other names.
+    config = GLM_CONFIG.replace("tensor_parallel_size=4", "tensor_parallel_size=8").replace(
+        "pipeline_parallel_size=2", ""
+    )
+    eight = [config, *(worker(f"_TP{rank}") + account(54.5, 3.5, 1.0, 17.29) for rank in range(8))]
+    found = read(glm_log(config=False) + eight)
+    assert layout(found) == (8, 1, 1)
+    assert [stage.consumed_gib for stage in found.stages] == [54.5]
+
+
 def test_server_lines_do_not_make_a_start_of_their_own(read: Read) -> None:
     server = ["(APIServer pid=1) INFO [api_server.py:1] vLLM API server version 0.30.0"]
     assert read(server + glm_log()).notes == ()

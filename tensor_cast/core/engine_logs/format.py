@@ -111,6 +111,7 @@ class LogFormat:
     Args:
         engine: its name.
         marks: only this engine prints a line with one of these.
+        hints: every line that says something has one of these; long logs are mostly of lines that have none.
         start_marks: lines that begin a start; a process prints each of them once.
         rank_lines: quantities of one rank, in GiB.
         run_lines: facts of the whole run.
@@ -123,6 +124,7 @@ class LogFormat:
 
     engine: str
     marks: tuple[str, ...]
+    hints: tuple[str, ...]
     start_marks: tuple[re.Pattern[str], ...]
     rank_lines: tuple[Line, ...]
     run_lines: tuple[Line, ...]
@@ -135,6 +137,10 @@ class LogFormat:
     def printed(self, text: str) -> bool:
         """Whether this engine printed ``text``."""
         return any(mark in text for mark in self.marks)
+
+    def may_say(self, line: str) -> bool:
+        """Whether it is worth looking at ``line``."""
+        return any(hint in line for hint in self.hints)
 
     def rank_values(self, line: str) -> Iterator[dict[str, float]]:
         """What a line says about its rank, pattern by pattern."""

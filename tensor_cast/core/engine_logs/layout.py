@@ -55,6 +55,8 @@ _HOW = {
     "pp": "how many pipeline stages it had: give --measured-pp-layer-partition",
     "dp": "how many data parallel ranks it had: give --measured-dp-size",
 }
+#: No run has more ranks on an axis; a larger number is garbled.
+_MOST_RANKS = 16_384
 _AXES = ("dp", "pp", "tp")
 
 
@@ -80,6 +82,9 @@ def run_layout(form: LogFormat, start: Start, given: GivenLayout) -> RunLayout:
             raise ConfigError(f"the log says {name} {sizes[name]}, --measured-{name.replace('_', '-')} {value}")
         sizes[name] = value
     _complete(sizes, start)
+    for axis in _AXES:
+        if (size := sizes.get(f"{axis}_size")) is not None and not 1 <= size <= _MOST_RANKS:
+            raise ConfigError(f"the log says {axis}_size {size:,}; allowed are 1 to {_MOST_RANKS:,}")
     missing = [axis for axis in _AXES if sizes.get(f"{axis}_size") is None]
     if missing:
         raise ConfigError(_missing(start, missing))

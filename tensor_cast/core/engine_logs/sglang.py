@@ -61,6 +61,7 @@ def _fix_layout(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
 SGLANG = LogFormat(
     engine="sglang",
     marks=("ServerArgs(", "KV Cache is allocated", "Load weight begin", "Load weight end"),
+    hints=("ServerArgs(", "avail mem", "KV Cache is allocated", "max_total_num_tokens", "mem usage"),
     start_marks=(re.compile(r"server_args=ServerArgs\("),),
     rank_lines=(
         # A draft model loads, and allocates, on top: what was free is that of the first line, the rest adds up.

@@ -81,6 +81,8 @@ def _stage(form: LogFormat, ranks: list[Values], index: int, layout: RunLayout) 
             f"{where} was given its KV memory (--kv-cache-memory), so the engine measured nothing "
             "else; start it without, or give numbers in a YAML file"
         )
+    if any(values.get("kv_gib", 0.0) < 0 for values in ranks):
+        raise ConfigError(f"{where} had no room for a KV cache ({min(v.get('kv_gib', 0.0) for v in ranks):.2f} GiB)")
     full = [v for v in ranks if _says(v, _USED) and _says(v, _KEPT)]
     chosen = min(full, key=_room) if full else {}
     # What only some ranks print: the worst of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,6 @@ from tensor_cast.core.engine_logs.format import LogFormat, Who
 from tensor_cast.errors import ConfigError
 
 __all__ = ["RankRecord", "Start", "split_starts"]
-
-_COLOUR = re.compile(r"\x1b?\[[0-9;]*m")
 
 
 @dataclass
@@ -107,7 +104,9 @@ def split_starts(form: LogFormat, text: str) -> list[Start]:
     """
     starts = [Start(1)]
     seen: set[object] = set()
-    for number, line in enumerate(_COLOUR.sub("", text).splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
+        if not form.may_say(line):
+            continue
         who = form.who(line)
         marks = {(i, who.axes.get("dp", 0)) for i, mark in enumerate(form.start_marks) if mark.search(line)}
         if marks & seen or (marks and starts[-1].ranks and not who.axes):
