@@ -13,7 +13,8 @@ import statistics
 import time
 
 from serving_cast.config import OptimizerConfig, SearchSpace, Workload
-from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.parallel_runner import ParallelRunner
+from serving_cast.setting import make_setting
 from tensor_cast.performance_model.estimate import clear_memos
 
 

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from serving_cast.config import OptimizerConfig, SearchSpace, Workload
-from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.parallel_runner import ParallelRunner
 from serving_cast.service.layout_costs import TracedCostsFactory
+from serving_cast.setting import make_setting
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.catalog import engine_names
 from tensor_cast.errors import MsModelingError
@@ -55,7 +56,8 @@ class Result:
         """
         measured, length = self.row["measured"], self.row["output_len"]
         ttft = float(measured.get("ttft_ms") or np.nan)
-        return self.tpot_ms * length / (ttft + (length - 1) * float(measured.get("tpot_ms") or np.nan)) - 1.0
+        took = ttft + (length - 1) * float(measured.get("tpot_ms") or np.nan)
+        return float(self.tpot_ms * length / took - 1.0)
 
     @property
     def ttft_error(self) -> float:

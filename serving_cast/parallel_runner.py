@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig
-from serving_cast.service.layout_costs import CostsFactory, Grid, LayoutCosts, Setting, TracedCostsFactory
+from serving_cast.service.layout_costs import CostsFactory, Grid, LayoutCosts, TracedCostsFactory
 from serving_cast.service.layout_sizes import layout_sizes
 from serving_cast.service.optimizer_summary import FailedSummary, OptimizerSummary, Summary
 from serving_cast.service.pareto import pareto_rows
@@ -24,34 +24,26 @@ from serving_cast.service.search import choose, merit, nearest
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import solve_staged
 from serving_cast.service.steady_state import GRIDS, AggregatedGrid, DecodeGrid, PrefillGrid, SteadyState
-from tensor_cast.device.catalog import load_device
-from tensor_cast.engine.catalog import default_engine, load_engine
-from tensor_cast.engine.dcp import get_semantics
+from serving_cast.setting import Setting, make_setting
 from tensor_cast.engine.kv_cache import indexer_layers
-from tensor_cast.engine.limits import step_limits
-from tensor_cast.errors import ConfigError, LegalityError, MsModelingError
+from tensor_cast.errors import LegalityError, MsModelingError
 from tensor_cast.ir.record import Phase
-from tensor_cast.model_catalog import load_model_config
-from tensor_cast.model_config import ModelConfig
 from tensor_cast.parallel import violations
 from tensor_cast.pipeline_partition import (
+    AUTO,
     Partition,
     default_partition,
     layer_equivalents,
     parse_partition,
     refuse_unsafe,
 )
-from tensor_cast.quant import QuantConfig
 
-__all__ = ["Evaluation", "ParallelRunner", "make_setting", "run_devices"]
+__all__ = ["Evaluation", "ParallelRunner", "run_devices"]
 
 #: Called with (layouts done, layouts in all).
 Progress = Callable[[int, int], None]
 
 _AGGREGATED = "aggregated"
-
-#: ``--pp-layer-partition`` that leaves the choice to the search.
-AUTO = "auto"
 _PHASES: dict[str, tuple[Phase, ...]] = {
     _AGGREGATED: (Phase.DECODE, Phase.PREFILL),
     "prefill": (Phase.PREFILL,),
@@ -66,67 +58,6 @@ class Evaluation:
 
     points: tuple[LayoutPoints, ...]
     rejections: tuple[Rejection, ...]
-
-
-def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
-    """Load what the names in ``config`` stand for, with defaults from the engine.
-
-    Raises:
-        ConfigError: an unknown name or a value that cannot be used.
-        LegalityError: a partition that fits none of the pipeline sizes.
-        UnsupportedModelError: the model has a part that cannot be modelled yet.
-    """
-    device = load_device(device_name)
-    engine = load_engine(config.engine or default_engine(device))
-    if config.pp_extra_batches is not None:
-        engine = engine.model_copy(update={"pp_extra_batches": config.pp_extra_batches})
-    model = load_model_config(config.model)
-    semantics = config.dcp_semantics or engine.dcp_semantics
-    get_semantics(semantics)  # an unknown name is an error here, not in the first layout
-    if config.workload.num_mtp_tokens and not model.num_nextn_predict_layers:
-        raise ConfigError(f"{model.model_id} has no MTP weights; leave out --num-mtp-tokens")
-    _check_partition(config, model)
-    low = config.space.batch_range[0] if config.space.batch_range else 1
-    limits = step_limits(engine, device)
-    if limits.max_num_seqs and low > limits.max_num_seqs:
-        raise ConfigError(f"--batch-range starts at {low}, {engine.name} runs at most {limits.max_num_seqs} requests")
-    block = config.block_size or engine.block_size_for(model.attention)
-    # Moving KV between instances needs whole blocks on one rank; alone, vLLM's default interleaves single tokens.
-    interleave = config.cp_kv_cache_interleave_size or (1 if config.mode is Mode.AGGREGATED else block)
-    return Setting(
-        config=config,
-        model=model,
-        device=device,
-        engine=engine,
-        quant=QuantConfig.resolve(
-            model,
-            config.quantize_linear_action,
-            config.quantize_attention_action,
-            dcp_semantics=semantics,
-            expert_kernel=engine.expert_kernel(device.name),
-        ),
-        dcp_semantics=semantics,
-        block_size=block,
-        interleave=interleave,
-        budget=config.max_batched_tokens or limits.max_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
-    )
-
-
-def _check_partition(config: OptimizerConfig, model: ModelConfig) -> None:
-    """Refuse a partition that fits none of the pipeline sizes: a slip of the user's, not a finding of the search."""
-    asked = config.pp_layer_partition
-    if asked in (None, AUTO):
-        return
-    misfits: list[LegalityError] = []
-    for stages in config.space.pp:
-        try:
-            parse_partition(asked, model.num_hidden_layers, stages)
-        except LegalityError as error:
-            misfits.append(error)
-        else:
-            return
-    raise next((error for error in misfits if error.rule != "pp.partition_count"), misfits[-1])
 
 
 class ParallelRunner:

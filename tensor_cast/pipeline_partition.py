@@ -16,6 +16,7 @@ from math import comb, inf
 from tensor_cast.errors import ConfigError, LegalityError
 
 __all__ = [
+    "AUTO",
     "MAX_LISTED",
     "DsaSplit",
     "Partition",
@@ -36,6 +37,9 @@ __all__ = [
 ]
 
 Partition = tuple[int, ...]
+
+#: What stands for the best partition where one is asked for.
+AUTO = "auto"
 
 #: Splits that ``all`` lists at most.
 MAX_LISTED = 5000

@@ -13,23 +13,19 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serving_cast.config import OptimizerConfig, ParallelConfig, Workload
+from serving_cast.config import ParallelConfig
 from serving_cast.kv_cache_manager import KVCacheManager
 from serving_cast.service.chunk_gather import ChunkGather
 from serving_cast.service.steady_state import AggregatedGrid, ContextGather, DecodeGrid, PrefillGrid, StepPricer
-from tensor_cast.core.start_up import RankMemory, StartUp, profile_layout
-from tensor_cast.device.profile import DeviceProfile
-from tensor_cast.engine.kv_formats import resolve_kv_format
-from tensor_cast.engine.profile import EngineProfile
+from serving_cast.setting import Setting
+from tensor_cast.core.start_up import RankMemory, profile_layout
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.program import Layout
 from tensor_cast.ir.record import Phase, Scope
-from tensor_cast.model_config import ModelConfig
 from tensor_cast.performance_model.analytic import Bound
 from tensor_cast.performance_model.estimate import StepEstimator
 from tensor_cast.performance_model.memory import activation_peak_bytes
 from tensor_cast.pipeline_partition import Partition
-from tensor_cast.quant import QuantConfig
 from tensor_cast.units import GIB
 
 if TYPE_CHECKING:
@@ -40,7 +36,6 @@ __all__ = [
     "CostsFactory",
     "Grid",
     "LayoutCosts",
-    "Setting",
     "TracedCosts",
     "TracedCostsFactory",
     "bound_seconds",
@@ -50,60 +45,6 @@ __all__ = [
 
 Array = NDArray[np.float64]
 Grid = AggregatedGrid | DecodeGrid | PrefillGrid
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Everything about a search that does not depend on the layout."""
-
-    config: OptimizerConfig
-    model: ModelConfig
-    device: DeviceProfile
-    engine: EngineProfile
-    quant: QuantConfig
-    dcp_semantics: str
-    block_size: int
-    interleave: int
-    budget: int
-    max_num_seqs: int
-
-    @property
-    def workload(self) -> Workload:
-        """The requests."""
-        return self.config.workload
-
-    @property
-    def labels(self) -> tuple[str, str, str]:
-        """Device, engine and DCP semantics, as rows show them."""
-        return self.device.name, self.engine.name, self.dcp_semantics
-
-    @cached_property
-    def start_up(self) -> StartUp:
-        """What the engine is started with; the longest request is the workload's unless the user says otherwise.
-
-        Raises:
-            ConfigError: the KV dtype is not one for the model.
-        """
-        w, c = self.workload, self.config
-        return StartUp(
-            model=self.model,
-            device=self.device,
-            engine=self.engine,
-            quant=self.quant,
-            form=resolve_kv_format(self.model, self.quant.kv_dtype),
-            dcp_semantics=self.dcp_semantics,
-            block_size=self.block_size,
-            max_model_len=c.max_model_len or w.total_tokens + w.num_mtp_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_batched_tokens=self.budget,
-            utilization=c.gpu_memory_utilization or self.engine.gpu_memory_utilization,
-            num_mtp_tokens=w.num_mtp_tokens,
-        )
-
-    @property
-    def available_bytes(self) -> float:
-        """What the engine may use of a device's memory."""
-        return float(self.start_up.budget)
 
 
 class LayoutCosts(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serving_cast.service.layout_costs import Setting
 from serving_cast.service.utils import divisors, resolve_search_sizes
+from serving_cast.setting import Setting
 
 __all__ = ["layout_sizes"]
 

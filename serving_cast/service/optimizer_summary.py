@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from serving_cast.config import Limits, Mode, OptimizerConfig
-from serving_cast.service.layout_costs import Setting
 from serving_cast.service.pd_ratio import PdChoice
 from serving_cast.service.rows import Rejection, Row
 from serving_cast.service.search import nearest
 from serving_cast.service.utils import DISAGG_COLUMNS, format_parallel_label
+from serving_cast.setting import Setting
 from tensor_cast.pipeline_partition import spell
 
 __all__ = ["SCHEMA_VERSION", "FailedSummary", "OptimizerSummary", "Summary", "document", "table_rows"]

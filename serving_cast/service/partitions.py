@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import ParallelConfig
-from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, step_parts
+from serving_cast.service.layout_costs import Grid, TracedCosts, step_parts
 from serving_cast.service.staged_costs import StagedCosts, build_staged
 from serving_cast.service.steady_state import AggregatedGrid
+from serving_cast.setting import Setting
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.engine.kv_cache import cache_layers, indexer_layers
 from tensor_cast.ir.expr import Num

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from serving_cast.config import ParallelConfig
-from serving_cast.service.layout_costs import Grid, LayoutCosts, Setting, TracedCostsFactory
+from serving_cast.service.layout_costs import Grid, LayoutCosts, TracedCostsFactory
 from serving_cast.service.rows import Row
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import solve_staged
 from serving_cast.service.steady_state import GRIDS, AggregatedGrid, PrefillGrid
+from serving_cast.setting import Setting
 from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, timeline_svg, write_report
 from tensor_cast.ir.record import Phase
 from tensor_cast.performance_model.pipeline import CAUSES, Flow, Slot, StageTimes, play

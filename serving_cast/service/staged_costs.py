@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from serving_cast.config import ParallelConfig
-from serving_cast.service.layout_costs import Grid, Setting, TracedCosts, bound_seconds, rank_memory
+from serving_cast.service.layout_costs import Grid, TracedCosts, bound_seconds, rank_memory
 from serving_cast.service.staged_state import Pipe, StagedPricer
+from serving_cast.setting import Setting
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.ir.index_sharing import Handover, hand_over
 from tensor_cast.ir.program import Layout

@@ -7,9 +7,9 @@ import pytest
 
 import tensor_cast
 from serving_cast.config import OptimizerConfig, ParallelConfig, Workload
-from serving_cast.parallel_runner import make_setting
 from serving_cast.service.layout_costs import TracedCostsFactory
 from serving_cast.service.steady_state import DecodeGrid
+from serving_cast.setting import make_setting
 from tensor_cast.errors import ConfigError
 from tensor_cast.ir.record import Phase
 

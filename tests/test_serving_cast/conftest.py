@@ -9,7 +9,8 @@ import pytest
 from serving_fakes import FakeFactory
 
 from serving_cast.config import Limits, Mode, OptimizerConfig, SearchSpace, Workload
-from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.parallel_runner import ParallelRunner
+from serving_cast.setting import make_setting
 
 
 def config(**values: Any) -> OptimizerConfig:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from serving_cast.config import Mode, OptimizerConfig, ParallelConfig, SearchSpace, Workload
-from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.parallel_runner import ParallelRunner
 from serving_cast.service.points import LayoutPoints
+from serving_cast.setting import make_setting
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.errors import LegalityError
 from tensor_cast.ir.record import Phase

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from serving_cast.config import Mode, OptimizerConfig, ParallelConfig, SearchSpace, Workload
-from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.parallel_runner import ParallelRunner
 from serving_cast.service.layout_costs import TracedCostsFactory
 from serving_cast.service.staged_costs import StagedCosts
+from serving_cast.setting import make_setting
 from tensor_cast.core.capacity import CapacityPlanner
 from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.ir.record import Phase

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from serving_cast.config import Limits, Mode, ParallelConfig, SearchSpace, Workload
-from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.parallel_runner import ParallelRunner
 from serving_cast.service.chunk_gather import ChunkGather
 from serving_cast.service.layout_sizes import layout_sizes
+from serving_cast.setting import make_setting
 from tensor_cast.device.catalog import load_device
 from tensor_cast.errors import ConfigError
 from tensor_cast.ir.record import Phase

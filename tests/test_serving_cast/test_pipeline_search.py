@@ -15,12 +15,13 @@ from serving_fakes import FakePricer
 
 from cli.inference import throughput_optimizer
 from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig, SearchSpace, Workload
-from serving_cast.parallel_runner import ParallelRunner, make_setting
+from serving_cast.parallel_runner import ParallelRunner
 from serving_cast.service.layout_costs import TracedCosts, TracedCostsFactory
 from serving_cast.service.points import LayoutPoints
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import Pipe, StagedPricer, solve_staged
 from serving_cast.service.steady_state import AggregatedGrid, DecodeGrid, PrefillGrid
+from serving_cast.setting import make_setting
 from tensor_cast.core.capacity import CapacityPlanner
 from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.errors import ConfigError, LegalityError
