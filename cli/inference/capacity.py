@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     from tensor_cast.core.capacity import CapacityPlanner
     from tensor_cast.core.capacity_config import CapacityConfig
     from tensor_cast.core.capacity_report import compare, require_room, to_json
+    from tensor_cast.errors import ConfigError
 
     config = CapacityConfig.create(
         **layout_values(args),
@@ -113,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
         hybrid_kv_cache=not args.no_hybrid_kv_cache,
     )
     given = GivenLayout(args.measured_tp_size, args.measured_dp_size, args.measured_pp_layer_partition)
+    if args.calibrate_from is None and given != GivenLayout():
+        raise ConfigError("--measured-tp-size and the like are of a measured start; give it with --calibrate-from FILE")
     calibration = None if args.calibrate_from is None else read_calibration(args.calibrate_from, given)
     planner = CapacityPlanner(config, calibration=calibration, use_cache=not args.no_cache)
     listing = config.pp_layer_partition == "all"

@@ -133,8 +133,12 @@ def read_calibration(path: str | Path, given: GivenLayout | None = None) -> Cali
     content = _mapping(file, text)
     if content is None:
         content = _log(file, text, given)
-    else:
-        content |= {name: value for name, value in asdict(given).items() if value is not None}
+    for name, value in asdict(given).items():
+        if value is None:
+            continue
+        said = content.setdefault(name, value)
+        if said not in (value, list(value) if isinstance(value, tuple) else value):
+            raise ConfigError(f"{file} says {name} {said}, --measured-{name.replace('_', '-')} {value}; leave one out")
     try:
         return Calibration.model_validate({"source": file.name, **content})
     except ValidationError as error:

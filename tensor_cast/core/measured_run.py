@@ -15,6 +15,7 @@ from tensor_cast.engine.kv_cache import cache_layers, indexer_layers
 from tensor_cast.engine.kv_formats import resolve_kv_format
 from tensor_cast.engine.kv_groups import Capacity, build_groups, plan_pool
 from tensor_cast.errors import ConfigError, MsModelingError
+from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ParallelConfig
 from tensor_cast.parallel import check
 from tensor_cast.pipeline_partition import (
@@ -84,7 +85,7 @@ def measure(
         ConfigError: the measured run cannot be one of this model on this device in its layout.
     """
     source = calibration.source
-    other = _other_model(calibration.model, asked.model)
+    other = _other_model(calibration.model, asked.model, start_up.model.model_id)
     device_gib = start_up.device.usable_memory_bytes.value / GIB
     try:
         run = _run(calibration, asked, start_up, parallel)
@@ -280,9 +281,14 @@ def _refuse(measured: Measured, asked: CapacityConfig, index: int, stage: StageR
     )
 
 
-def _other_model(named: str | None, asked: str) -> str | None:
-    """The model that the log names, unless it is the one asked for."""
-    return None if named is None or _bare(named) == _bare(asked) else named
+def _other_model(named: str | None, *asked: str) -> str | None:
+    """The model that the log names, unless it is the one asked for, under any of its names."""
+    if named is None or _bare(named) in {_bare(name) for name in asked}:
+        return None
+    try:
+        return None if load_model_config(named).model_id in asked else named
+    except MsModelingError:
+        return named
 
 
 def _bare(name: str) -> str:

@@ -58,6 +58,12 @@ def test_the_layout_may_be_given(run: Run, log: Path) -> None:
     assert "cannot be meta-llama/Llama-3.1-8B" in two.err
 
 
+def test_options_of_a_start_need_one(run: Run) -> None:
+    refused = run(*LLAMA, "--measured-tp-size", 2)
+    assert refused.code == 2
+    assert "--calibrate-from FILE" in refused.err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -226,6 +226,19 @@ def test_numbers_out_of_bounds(read: Read, line: str, message: str) -> None:
         read(f"{line}\nstages: [{{consumed_gib: 1, kv_gib: 1}}]\n", "start.yaml")
 
 
+def test_what_is_said_twice_must_agree(read: Read) -> None:
+    stages = "stages: [{consumed_gib: 1, kv_gib: 1}, {consumed_gib: 1, kv_gib: 1}]\n"
+    found = read(
+        f"tp_size: 4\npp_layer_partition: [41, 37]\n{stages}", "a.yaml", tp_size=4, pp_layer_partition=(41, 37)
+    )
+    assert found.pp_layer_partition == (41, 37)
+    with pytest.raises(ConfigError, match=r"a\.yaml says tp_size 4, --measured-tp-size 8"):
+        read(f"tp_size: 4\n{stages}", "a.yaml", tp_size=8)
+    logged = ["VLLM_PP_LAYER_PARTITION=39,39", *glm_log()]
+    with pytest.raises(ConfigError, match=r"says pp_layer_partition \(39, 39\)"):
+        read(logged, pp_layer_partition=(41, 37))
+
+
 def test_sizes_that_no_run_has(read: Read) -> None:
     with pytest.raises(ConfigError, match="the log says pp_size 999,999,999; allowed are 1 to"):
         read(["config: tensor_parallel_size=1, pipeline_parallel_size=999999999", *LLAMA_LOG])

@@ -345,6 +345,7 @@ def test_what_cannot_be_is_refused(
 
 def test_the_model_of_the_log_is_named(plan: Plan) -> None:
     start = "engine (v0.33.0) with config: model='{}', tensor_parallel_size=1"
+    assert measured(plan([start.format("meta-llama/Meta-Llama-3.1-8B"), *LLAMA_LOG])).other_model is None  # an alias
     for same in ("meta-llama/Llama-3.1-8B", "/data/llama_3.1-8b/", "/c/models--meta-llama--Llama-3.1-8B/snapshots/0e9"):
         assert measured(plan([start.format(same), *LLAMA_LOG])).other_model is None
     run = measured(plan([start.format("org/Other-8B"), *LLAMA_LOG]))

@@ -31,8 +31,6 @@ def start_values(form: LogFormat, start: Start, given: GivenLayout) -> dict[str,
     layout = run_layout(form, start, given)
     stages = [_stage(form, values, i, layout) for i, values in enumerate(_by_stage(start, layout))]
     run = {name: value for name, value in start.run.items() if name not in _INTERNAL}
-    if given.pp_layer_partition is not None:
-        run["pp_layer_partition"] = given.pp_layer_partition
     experts = start.run.get("expert_parallel", any("ep" in who.axes for who in start.names.values()))
     return {
         **run,
@@ -53,7 +51,8 @@ def _by_stage(start: Start, layout: RunLayout) -> list[list[Values]]:
         if stage is None:
             raise ConfigError(
                 f"the run had {layout.pp_size} pipeline stages, and memory lines carry no name of a rank, so that "
-                "their stage cannot be told; keep what the engine prints before them, such as (Worker_PP0_TP0 pid=1)"
+                "their stage cannot be told; keep what the engine prints before them, such as (Worker_PP0_TP0 pid=1), "
+                "or give the numbers in a YAML file"
             )
         if stage >= layout.pp_size:
             raise ConfigError(f"the run had {layout.pp_size} pipeline stages, yet lines of stage {stage}")
