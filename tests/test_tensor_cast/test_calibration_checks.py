@@ -226,6 +226,24 @@ def test_another_layout_is_predicted_from_the_measured_one(plan: Plan, config: b
     assert all(stage.non_torch is not None and stage.non_torch > 0 for stage in planner.plan().stages)
 
 
+def test_a_published_start_is_predicted_from_another(plan: Plan) -> None:
+    # A 70B model in FP8 on H100 (vLLM 0.19): 54.09 GiB of KV at TP4, 708,992 tokens; 37.28 at TP2, 244,304 tokens.
+    lines = [
+        worker(f"_TP{rank}")
+        + "[gpu_worker.py:3] Free memory on device (78.66/79.19 GiB) on startup. Desired GPU memory "
+        "utilization is (0.95, 75.23 GiB). Actual usage is 16.96 GiB for weight, 1.97 GiB for peak activation, 2.21 "
+        "GiB for non-torch memory, and 1.66 GiB for CUDAGraph memory. Current kv cache memory in use is 54.09 GiB."
+        for rank in range(4)
+    ]
+    lines += ["GPU KV cache size: 708,992 tokens", "Maximum concurrency for 8,192 tokens per request: 86.55x"]
+    asked = {"model": "meta-llama/Llama-3.1-70B", "device": "H100_SXM", "tp_size": 2, "quantize_linear_action": "FP8"}
+    planner = plan(lines, asked)
+    assert measured_json(measured(planner))["kv_cache"]["tokens"]["difference"] == pytest.approx(0, abs=1e-4)
+    found = planner.plan()
+    assert found.stages[0].kv / GIB == pytest.approx(37.28, abs=0.15)
+    assert found.capacity.kv_tokens == pytest.approx(244_304, rel=0.004)
+
+
 def test_the_printed_cache_stands_beside_ours(plan: Plan) -> None:
     # 15.56 GiB hold 9,338 blocks of 1,789,184 B, 597,632 tokens; the 15.5633 behind it hold 9,340, 597,760 tokens.
     run = measured(plan(glm_log(), GLM))
