@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 
-#: What is said of layers that start a stage without computing top-k indices, by ``--dsa-split``.
-_SPLITS = {
-    "self-compute": "Layers given an indexer of their own",
-    "send-indices": "Layers that get their top-k indices from the stage before",
-    "unsafe": "UNSAFE, outputs are wrong: layers that read top-k indices which nobody wrote",
-    None: "Refused without --dsa-split: layers that would read top-k indices never written on their stage",
-}
-
 
 def _gib_list(text: str) -> tuple[float, ...]:
     """Numbers separated by commas, for argparse."""
@@ -105,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     from tensor_cast.core.calibration import GivenLayout, read_calibration
     from tensor_cast.core.capacity import CapacityPlanner
     from tensor_cast.core.capacity_config import CapacityConfig
-    from tensor_cast.core.capacity_report import compare, require_room, to_json
+    from tensor_cast.core.capacity_report import compare, require_room, split_heading, to_json
     from tensor_cast.errors import ConfigError
 
     config = CapacityConfig.create(
@@ -129,11 +121,11 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print_json(to_json(planner, plan, rows))
         return 0
-    tables: list[Table | str] = [_stage_table(planner, plan), *_summary(planner, plan)]
+    tables: list[Table | str] = [_stage_table(planner, plan), *_group_table(planner, plan), *_summary(planner, plan)]
     if planner.measured is not None:
         tables += _calibration_table(planner.measured)
     if rows:
-        tables.append(_partition_table(rows, plan))
+        tables.append(_partition_table(rows, plan, split_heading(planner)))
     print_tables(*tables)
     return 0
 
@@ -147,11 +139,12 @@ def _spell(plan: CapacityPlan) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
+    """A table whose columns hold numbers, but for the first one and ``note``."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for column in columns:
-        left = column.startswith(("stage", "split", "own indexer", "note"))
+    for index, column in enumerate(columns):
+        left = index == 0 or column == "note"
         table.add_column(column, justify="left" if left else "right", overflow="fold")
     return table
 
@@ -193,26 +186,37 @@ def _stage_table(planner: CapacityPlanner, plan: CapacityPlan) -> Table:
     return table
 
 
+def _group_table(planner: CapacityPlanner, plan: CapacityPlan) -> list[Table]:
+    """Groups of caches that draw blocks from one pool; a single group needs no table."""
+    groups = planner.blocks_by_group(plan)
+    if len(groups) == 1:
+        return []
+    # Groups of one kind differ in their number of layers alone.
+    alike: dict[tuple[str, int, int, int], list[str]] = {}
+    for group, blocks in groups:
+        kind, page = group.pages[0].kind, group.pages[0].nbytes
+        alike.setdefault((kind, group.spec.block_size, page, blocks), []).append(str(len(group.pages)))
+    columns = ("groups of caches", "layers of each", "tokens/block", "B/page", "blocks of the longest request")
+    table = _table("Groups that draw blocks from one pool, over all stages", *columns)
+    for (kind, size, page, blocks), layers in alike.items():
+        table.add_row(kind, ", ".join(layers), f"{size:,}", f"{page:,}", f"{blocks * len(layers):,}")
+    return [table]
+
+
 def _summary(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
+    from tensor_cast.core.capacity_report import notes
+
     capacity = plan.capacity
     lines = [
         f"KV cache size: {capacity.kv_tokens:,} tokens ({capacity.num_blocks:,} blocks, one of them the null block)",
         f"Maximum concurrency for {capacity.max_model_len:,} tokens per request: {capacity.max_concurrency:.2f}x",
     ]
-    if not capacity.starts:
-        lines.append(
-            f"The engine refuses to start: {capacity.max_model_len:,} tokens take {capacity.blocks_per_request:,} "
-            f"blocks beside the null block; {planner.longest_request(plan):,} would fit (--max-model-len)"
-        )
     if length := planner.config.request_length:
         lines.append(
             f"Requests of {length:,} tokens: {capacity.kv_tokens / length:.2f} by tokens, "
             f"{planner.resident(plan, length):,} resident in whole blocks"
         )
-    if plan.unsafe_layers:
-        layers = ", ".join(map(str, plan.unsafe_layers))
-        lines.append(f"{_SPLITS[None if plan.split is None else str(plan.split)]}: {layers}")
-    return lines
+    return [*lines, *notes(planner, plan)]
 
 
 def _calibration_table(measured: Measured) -> list[Table | str]:
@@ -245,7 +249,7 @@ def _calibration_table(measured: Measured) -> list[Table | str]:
     return [table, *remarks(measured)]
 
 
-def _partition_table(rows: list[tuple[str, CapacityPlan]], plan: CapacityPlan) -> Table:
+def _partition_table(rows: list[tuple[str, CapacityPlan]], plan: CapacityPlan, unsafe: str) -> Table:
     table = _table(
         "Partitions",
         "split",
@@ -256,7 +260,7 @@ def _partition_table(rows: list[tuple[str, CapacityPlan]], plan: CapacityPlan) -
         "concurrency",
         "KV idle, GiB",
         "layer equivalents",
-        "own indexer or unsafe",
+        unsafe,
         "note",
     )
     for note, row in rows:

@@ -27,10 +27,11 @@ from tensor_cast.pipeline_partition import (
     layer_equivalents,
     parse_partition,
     refuse_unsafe,
+    spell,
     stage_ranges,
     unsafe_by_stage,
+    unsafe_layers,
 )
-from tensor_cast.units import GIB
 
 __all__ = ["CapacityPlanner"]
 
@@ -44,45 +45,59 @@ class CapacityPlanner(StagePlanner):
     # -- partitions ------------------------------------------------------------------------------------------------
 
     def partition(self) -> Partition:
-        """The partition that is asked for: given, the best, or the engine's own (also for ``all``).
+        """The partition that is asked for: given, the best, or the engine's own.
+
+        For ``all`` the engine's own, or the best where the engine's own is refused.
 
         Raises:
-            InfeasibleError: ``auto``, and no split fits.
+            InfeasibleError: the best is wanted, and no split fits.
+            ConfigError: as :meth:`best`.
         """
         layers, stages, asked = self.model.num_hidden_layers, self.config.pp_size, self.config.pp_layer_partition
-        if asked == AUTO:
-            best = self.best()
-            if best is None:
-                raise InfeasibleError(self._nothing_fits())
-            return best
-        if asked in (None, ALL):
+        if asked is not None and asked not in (AUTO, ALL):
+            return parse_partition(asked, layers, stages)
+        if asked != AUTO:
+            if asked == ALL:
+                self._need_estimate()
             own = default_partition(layers, stages)
             check_partition(own, layers, stages)
-            return own
-        assert asked is not None
-        return parse_partition(asked, layers, stages)
+            if asked is None or not self.refuses(own):
+                return own
+        best = self.best()
+        if best is None:
+            raise InfeasibleError(self._nothing_fits())
+        return best
 
-    def best(self) -> Partition | None:
-        """The partition with most KV blocks, exactly; without ``dsa_split`` only safe ones count. None if none fits.
+    def refuses(self, partition: Partition) -> bool:
+        """Whether the partition has unsafe layers and nothing says how to go on."""
+        return self.config.dsa_split is None and bool(self.full and unsafe_layers(partition, self.full))
+
+    def best(self, *, safe: bool = False) -> Partition | None:
+        """The partition with most KV blocks, exactly. None if none fits.
+
+        Args:
+            safe: only partitions without unsafe layers count, as always without ``dsa_split``.
 
         Raises:
             ConfigError: the KV memory is given, which depends on the partition.
         """
-        if self.config.kv_memory_gib is not None:
-            raise ConfigError(
-                "--kv-memory-gib gives the KV memory of one partition; to compare partitions leave it out, and use "
-                "--calibrate-from to start from a measured one"
-            )
+        self._need_estimate()
 
         def cost(stage: int, start: int, end: int) -> float:
-            flips = self.flips(start, end)
-            if flips and self.config.dsa_split is None:
+            if self.flips(start, end) and (safe or self.config.dsa_split is None):
                 return inf
             room = self.stage(stage, start, end).kv
             blocks = room // self._block_bytes(start, end)
             return inf if blocks < 1 else -float(blocks)
 
         return best_partition(self.model.num_hidden_layers, self.config.pp_size, cost)[0]
+
+    def _need_estimate(self) -> None:
+        if self.config.kv_memory_gib is not None:
+            raise ConfigError(
+                "--kv-memory-gib gives the KV memory of one partition; to compare partitions leave it out, and use "
+                "--calibrate-from to start from a measured one"
+            )
 
     def all(self) -> Iterator[CapacityPlan]:
         """The plan of every partition; those that would be refused are marked, and computed as they are."""
@@ -115,7 +130,7 @@ class CapacityPlanner(StagePlanner):
             [stage.kv for stage in memory],
             max_model_len=self.max_model_len,
             dcp=self.config.dcp_size,
-            in_flight=self.start_up.in_flight(self.config.pp_size),
+            in_flight=self._in_flight,
         )
         return CapacityPlan(
             partition=partition,
@@ -125,7 +140,8 @@ class CapacityPlanner(StagePlanner):
             unsafe=unsafe,
             split=split if any(unsafe) else None,
             equivalents=layer_equivalents(partition, self.config.num_mtp_tokens),
-            refused=any(unsafe) and split is None,
+            refused=self.refuses(partition),
+            kv_given=self.config.kv_memory_gib is not None,
         )
 
     def resident(self, plan: CapacityPlan, length: int) -> int:
@@ -144,14 +160,19 @@ class CapacityPlanner(StagePlanner):
                 beyond = middle
         return fits
 
+    def blocks_by_group(self, plan: CapacityPlan) -> list[tuple[CacheGroup, int]]:
+        """Groups of the caches of all stages, with the blocks that the longest request takes of each."""
+        tokens, dcp, in_flight = self.max_model_len, self.config.dcp_size, self._in_flight
+        groups = self._groups(plan.own_indexer_layers)
+        return [(group, group.spec.admission_blocks(tokens, dcp=dcp, in_flight=in_flight)) for group in groups]
+
     def _request_blocks(self, plan: CapacityPlan, tokens: int) -> RequestBlocks:
-        flips = plan.unsafe_layers if self.config.dsa_split is DsaSplit.SELF_COMPUTE else ()
-        return request_blocks(
-            self._groups(flips),
-            tokens,
-            dcp=self.config.dcp_size,
-            in_flight=self.start_up.in_flight(self.config.pp_size),
-        )
+        groups = self._groups(plan.own_indexer_layers)
+        return request_blocks(groups, tokens, dcp=self.config.dcp_size, in_flight=self._in_flight)
+
+    @property
+    def _in_flight(self) -> int:
+        return self.start_up.in_flight(self.config.pp_size)
 
     # -- caches ----------------------------------------------------------------------------------------------------
 
@@ -197,11 +218,10 @@ class CapacityPlanner(StagePlanner):
         return sum(c.spec.token_bytes for c in self._caches(flips) if c.layer in stage)
 
     def _nothing_fits(self) -> str:
-        partition = default_partition(self.model.num_hidden_layers, self.config.pp_size)
-        stages = [self.stage(i, s.start, s.stop) for i, s in enumerate(stage_ranges(partition))]
-        worst = min(range(len(stages)), key=lambda i: stages[i].kv)
-        return (
-            f"no split of {self.model.num_hidden_layers} layers over {self.config.pp_size} stages leaves room for a "
-            f"KV cache: in {','.join(map(str, partition))} stage {worst} lacks {-stages[worst].kv / GIB:,.2f} GiB of "
-            f"{stages[worst].budget / GIB:,.2f}; raise tp_size or pp_size, or quantise the weights"
-        )
+        layers, stages = self.model.num_hidden_layers, self.config.pp_size
+        own = self.plan(default_partition(layers, stages), mark_refused=True)
+        safe = " that is safe without --dsa-split" if self.full and self.config.dsa_split is None else ""
+        found = f"no split{safe} of {layers} layers over {stages} stages leaves room for a KV cache: "
+        if own.has_blocks:  # else it would be the best
+            return f"{found}the engine's own, {spell(own.partition)}, has room, but needs --dsa-split"
+        return found + own.shortage()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tensor_cast.core.capacity import CapacityPlanner
 from tensor_cast.core.capacity_plan import CapacityPlan
+from tensor_cast.core.capacity_report import notes, split_heading, split_note
 from tensor_cast.core.html_report import Bar, Section, memory_svg, write_report
 from tensor_cast.units import GIB
 
@@ -38,13 +39,14 @@ def write_capacity_report(
     others = [(note, row) for note, row in rows if row.partition != plan.partition]
     # Of a long list, the ones that have a name.
     drawn = others if len(others) <= _DRAWN else [(note, row) for note, row in others if note]
-    sections = [_section(plan, "this one"), *(_section(row, note) for note, row in drawn[:_DRAWN])]
+    sections = [_section(plan, "this one", notes(planner, plan))]
+    sections += [_section(row, note, [split_note(row)]) for note, row in drawn[:_DRAWN]]
     if rows:
-        sections.append(Section("Partitions", table=_table(rows)))
+        sections.append(Section("Partitions", table=_table(rows, split_heading(planner))))
     write_report(path, title, subtitle, sections)
 
 
-def _section(plan: CapacityPlan, note: str) -> Section:
+def _section(plan: CapacityPlan, note: str, remarks: list[str]) -> Section:
     capacity = plan.capacity
     text = (
         f"{capacity.kv_tokens:,} tokens in {capacity.num_blocks:,} blocks, {capacity.max_concurrency:.2f} requests at "
@@ -52,9 +54,7 @@ def _section(plan: CapacityPlan, note: str) -> Section:
     )
     if len(plan.stages) > 1:
         text += f" Stage {capacity.binding_stage} binds; idle is what the others cannot use."
-    if plan.unsafe_layers:
-        layers = ", ".join(map(str, plan.unsafe_layers))
-        text += f" Layers without top-k indices of their own on their stage ({plan.split or 'refused'}): {layers}."
+    text += "".join(f" {remark}." for remark in remarks if remark)
     name = ",".join(map(str, plan.partition))
     return Section(f"{name}: {note}" if note else name, text, (memory_svg(_bars(plan)),))
 
@@ -76,8 +76,8 @@ def _bars(plan: CapacityPlan) -> list[Bar]:
     return bars
 
 
-def _table(rows: list[tuple[str, CapacityPlan]]) -> tuple[tuple[str, ...], ...]:
-    lines = [("split", "KV tokens", "binds", "idle, GiB", "layer equivalents", "unsafe layers", "")]
+def _table(rows: list[tuple[str, CapacityPlan]], unsafe: str) -> tuple[tuple[str, ...], ...]:
+    lines = [("split", "KV tokens", "binds", "idle, GiB", "layer equivalents", unsafe, "")]
     for note, row in rows:
         lines.append(
             (

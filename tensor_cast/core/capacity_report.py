@@ -2,16 +2,69 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 from tensor_cast.core.capacity import ALL, CapacityPlanner
 from tensor_cast.core.capacity_plan import CapacityPlan, StageMemory
 from tensor_cast.core.measured_report import measured_json
+from tensor_cast.engine.kv_groups import CacheGroup
 from tensor_cast.errors import InfeasibleError
-from tensor_cast.pipeline_partition import default_partition, nearest_safe_partitions
+from tensor_cast.pipeline_partition import DsaSplit, Partition, default_partition, nearest_safe_partitions, spell
 from tensor_cast.units import GIB
 
-__all__ = ["compare", "require_room", "to_json"]
+__all__ = ["compare", "notes", "require_room", "split_heading", "split_note", "to_json"]
+
+#: Safe partitions shown beside an unsafe one, and how many of the nearest are weighed for that.
+_NEAREST, _WEIGHED = 2, 12
+
+
+#: Of layers that a stage starts with and that compute no top-k indices, by ``--dsa-split``: a heading for their
+#: numbers, and a sentence that ends with them.
+_SPLITS = {
+    DsaSplit.SELF_COMPUTE: ("own indexer", "Layers given an indexer of their own"),
+    DsaSplit.SEND_INDICES: ("indices sent", "Layers whose top-k indices are sent by the stage before"),
+    DsaSplit.UNSAFE: ("UNSAFE", "UNSAFE, outputs are wrong: layers that read top-k indices which nobody wrote"),
+    None: (
+        "without indices",
+        "Refused without --dsa-split: layers that would read top-k indices never written on their stage",
+    ),
+}
+
+
+def split_heading(planner: CapacityPlanner) -> str:
+    """What a column of unsafe layers is called."""
+    return _SPLITS[planner.config.dsa_split][0]
+
+
+def split_note(plan: CapacityPlan) -> str:
+    """What is done about the plan's unsafe layers; empty where there are none."""
+    return f"{_SPLITS[plan.split][1]}: {', '.join(map(str, plan.unsafe_layers))}" if plan.unsafe_layers else ""
+
+
+def notes(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
+    """What a reader of the plan must know beside its numbers, one sentence each."""
+    capacity = plan.capacity
+    found = []
+    for index, stage in enumerate(plan.stages):
+        if stage.beyond_device:
+            weights = "" if stage.weights is None else f"weights {stage.weights / GIB:,.2f} and "
+            found.append(
+                f"Does not fit: stage {index} needs {weights}KV memory {stage.kv / GIB:,.2f} GiB, as given; a device "
+                f"has {stage.device / GIB:,.2f}"
+            )
+    if not capacity.starts:
+        found.append(
+            f"The engine refuses to start: {capacity.max_model_len:,} tokens take {capacity.blocks_per_request:,} "
+            f"blocks beside the null block; {planner.longest_request(plan):,} would fit (--max-model-len)"
+        )
+    own = default_partition(planner.model.num_hidden_layers, planner.config.pp_size)
+    if planner.config.pp_layer_partition == ALL and plan.partition != own:
+        found.append(
+            f"The engine's own partition, {spell(own)}, is refused without --dsa-split; this is the best safe one"
+        )
+    return [*found, *filter(None, [split_note(plan)])]
 
 
 def require_room(plan: CapacityPlan) -> None:
@@ -20,41 +73,46 @@ def require_room(plan: CapacityPlan) -> None:
     Raises:
         InfeasibleError: names the stage and what it lacks.
     """
-    if plan.fits:
-        return
-    index = plan.capacity.binding_stage
-    index = min(range(len(plan.stages)), key=lambda i: plan.stages[i].kv) if plan.stages[index].kv > 0 else index
-    stage = plan.stages[index]
-    parts = {"weights": stage.weights, "non-torch": stage.non_torch, "activation": stage.activation}
-    listed = ", ".join(f"{name} {value / GIB:,.2f}" for name, value in parts.items() if value is not None)
-    raise InfeasibleError(
-        f"stage {index} of partition {','.join(map(str, plan.partition))} has no room for a KV cache: of "
-        f"{stage.budget / GIB:,.2f} GiB, {listed} leave {stage.kv / GIB:,.2f}; raise tp_size or pp_size, quantise the "
-        "weights, or move layers to another stage"
-    )
+    if not plan.has_blocks:
+        raise InfeasibleError(f"no room for a KV cache: {plan.shortage()}")
 
 
 def compare(planner: CapacityPlanner, plan: CapacityPlan) -> list[tuple[str, CapacityPlan]]:
     """Other partitions beside ``plan``: (what it is, its plan); empty for a single stage.
 
-    With ``all`` every partition; else the one asked for, the engine's own, the best, and the nearest safe ones.
+    With ``all`` every partition; else the one asked for, the engine's own, the best, and where that one parts layers
+    that share top-k indices also the best safe one and those nearest to it.
     """
     config = planner.config
     if config.pp_size == 1 or config.kv_memory_gib is not None:
         return []
-    layers, stages = planner.model.num_hidden_layers, config.pp_size
-    best, own = planner.best(), default_partition(layers, stages)
-    if config.pp_layer_partition == ALL:
-        names = {own: "engine's own", best: "best"} if best != own else {own: "engine's own, best"}
-        return [(names.get(row.partition, ""), row) for row in planner.all()]
-    named: dict[tuple[int, ...], list[str]] = {plan.partition: ["this one"]}
-    named.setdefault(own, []).append("engine's own")
+    named: dict[Partition, list[str]] = {}
+    if config.pp_layer_partition != ALL:
+        named[plan.partition] = ["this one"]
+    named.setdefault(default_partition(planner.model.num_hidden_layers, config.pp_size), []).append("engine's own")
+    best, safe = planner.best(), planner.best(safe=True)
     if best is not None:
         named.setdefault(best, []).append("best")
+    if safe not in (None, best) and (plan.unsafe_layers or config.pp_layer_partition == ALL):
+        named.setdefault(safe, []).append("best safe")
+    if config.pp_layer_partition == ALL:
+        return [("; ".join(named.get(row.partition, ())), row) for row in planner.all()]
     if plan.unsafe_layers:
-        for safe in nearest_safe_partitions(plan.partition, planner.full, 2):
-            named.setdefault(safe, []).append("safe")
-    return [("; ".join(notes), planner.plan(p, mark_refused=True)) for p, notes in sorted(named.items())]
+        for partition in _nearest_safe(planner, plan):
+            if not any("safe" in note for note in named.get(partition, ())):
+                named.setdefault(partition, []).append("safe")
+    return [("; ".join(words), planner.plan(p, mark_refused=True)) for p, words in sorted(named.items())]
+
+
+def _nearest_safe(planner: CapacityPlanner, plan: CapacityPlan) -> list[Partition]:
+    """Safe partitions nearest to the plan's; of those as near, the ones with more blocks."""
+
+    def rank(partition: Partition) -> tuple[int, int]:
+        starts = zip(accumulate(partition), accumulate(plan.partition), strict=True)
+        moved = sum(abs(a - b) for a, b in starts)
+        return moved, -planner.plan(partition, mark_refused=True).capacity.num_blocks
+
+    return sorted(nearest_safe_partitions(plan.partition, planner.full, _WEIGHED), key=rank)[:_NEAREST]
 
 
 def _gib(value: int | None) -> float | None:
@@ -83,6 +141,16 @@ def _stage_json(index: int, stage: StageMemory, plan: CapacityPlan) -> dict[str,
     }
 
 
+def _group_json(group: CacheGroup, blocks: int) -> dict[str, Any]:
+    caches = Counter((page.kind, page.nbytes) for page in group.pages)
+    return {
+        "block_size": group.spec.block_size,
+        "bytes_per_block": group.block_bytes(),
+        "blocks_per_request": blocks,
+        "caches": [{"kind": kind, "layers": n, "page_bytes": page} for (kind, page), n in caches.items()],
+    }
+
+
 def _plan_json(plan: CapacityPlan) -> dict[str, Any]:
     capacity = plan.capacity
     return {
@@ -92,6 +160,7 @@ def _plan_json(plan: CapacityPlan) -> dict[str, Any]:
         "max_concurrency": capacity.max_concurrency,
         "binding_stage": capacity.binding_stage,
         "unsafe_layers": list(plan.unsafe_layers),
+        "own_indexer_layers": list(plan.own_indexer_layers),
         "dsa_split": None if plan.split is None else str(plan.split),
         "refused": plan.refused,
         "fits": plan.fits,
@@ -119,6 +188,8 @@ def to_json(planner: CapacityPlanner, plan: CapacityPlan, rows: list[tuple[str, 
         "blocks_per_request": capacity.blocks_per_request,
         "starts": capacity.starts,
         "longest_request": planner.longest_request(plan),
+        "kv_groups": [_group_json(group, blocks) for group, blocks in planner.blocks_by_group(plan)],
+        "notes": notes(planner, plan),
     }
     if config.request_length is not None:
         document["resident_requests"] = {

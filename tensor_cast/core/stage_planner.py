@@ -22,6 +22,7 @@ from tensor_cast.engine.catalog import default_engine, load_engine
 from tensor_cast.engine.kv_cache import indexer_layers
 from tensor_cast.engine.kv_formats import resolve_kv_format
 from tensor_cast.engine.limits import step_limits
+from tensor_cast.engine.recurrent import recurrent_state
 from tensor_cast.errors import ConfigError, UnsupportedModelError
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ParallelConfig
@@ -141,7 +142,7 @@ class StagePlanner:
                     f"found {len(given)}"
                 )
             kv = int(given[index if len(given) > 1 else 0] * GIB)
-        return StageMemory(range(start, end), budget, weights, non_torch, activation, graph, kv)
+        return StageMemory(range(start, end), self.device_bytes, budget, weights, non_torch, activation, graph, kv)
 
     def _overheads(self, kind: StageKind, start: int, end: int) -> tuple[int, int, int]:
         """(non-torch, activation, graph) bytes, measured where there are measurements."""
@@ -149,6 +150,11 @@ class StagePlanner:
         if self.measured is not None:
             return self.measured.overheads(kind, memory.buffers)
         return memory.non_torch, memory.activation(start, end), self.start_up.graph_bytes
+
+    @cached_property
+    def device_bytes(self) -> int:
+        """Usable memory of a device."""
+        return int(self.device.usable_memory_bytes.value if self.measured is None else self.measured.usable)
 
     @cached_property
     def budget(self) -> int:
@@ -163,10 +169,16 @@ class StagePlanner:
     def _traced(self) -> bool:
         """Whether there are weights: a model that is not traced still has a KV cache, if its memory is given."""
         try:
+            if recurrent_state(self.model) is not None:
+                # Known without building the model, which takes seconds.
+                raise UnsupportedModelError(f"{self.model.model_id}: recurrent layers are not traced yet")
             _ = self.memory
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
             if self.config.kv_memory_gib is None:
-                raise
+                raise UnsupportedModelError(
+                    f"{str(error).rstrip('.')}; without weights there is no estimate of the KV memory: give it with "
+                    "--kv-memory-gib"
+                ) from None
             return False
         return True
 

@@ -82,7 +82,7 @@ def resolve_kv_format(model: ModelConfig, kv_dtype: str) -> KVFormat:
     """The format that ``model``'s cache has when ``kv_dtype`` is asked for.
 
     Sparse attention stores 8-bit latents as ``fp8_ds_mla``, whatever the 8-bit type is called (vLLM's sparse backends;
-    the sparse C8 of vllm-ascend has the same 656 bytes).
+    the sparse C8 of vllm-ascend has the same 656 bytes). ``nvfp4`` of a latent is ``nvfp4_ds_mla``.
 
     Raises:
         ConfigError: no such format, or one that does not go with the model's attention.
@@ -92,6 +92,8 @@ def resolve_kv_format(model: ModelConfig, kv_dtype: str) -> KVFormat:
         raise ConfigError(f"unknown KV cache dtype {kv_dtype!r}; allowed are {', '.join(KV_DTYPES)}")
     if model.attention is AttentionKind.DSA and form.bits == 8 and form.latent is not None:
         return KV_FORMATS.get("fp8_ds_mla")
+    if model.attention is not AttentionKind.GQA and form.name == "nvfp4":
+        return KV_FORMATS.get("nvfp4_ds_mla")
     stores = form.heads if model.attention is AttentionKind.GQA else form.latent
     if stores is None:
         what = "latents" if form.heads is None else "heads of K and V"

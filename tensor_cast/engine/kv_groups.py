@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tensor_cast.units import ceil_div
 
 __all__ = [
     "CacheGroup",
+    "CachePage",
     "Capacity",
     "RankPool",
     "RequestBlocks",
@@ -35,21 +36,29 @@ __all__ = [
 _UNEVEN = 1.5
 
 
+class CachePage(NamedTuple):
+    """What a block holds for one cache of a layer: ``nbytes`` bytes, padded where pages were made equal."""
+
+    layer: int
+    kind: str
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that share block indices.
 
     Args:
         spec: what decides how many blocks a request takes.
-        layers: the layers, each with the bytes of its page (padded where pages were made equal).
+        pages: of the group's caches, in the order of layers.
     """
 
     spec: KVCacheSpec
-    layers: tuple[tuple[int, int], ...]
+    pages: tuple[CachePage, ...]
 
     def block_bytes(self, layers: range | None = None) -> int:
         """Bytes of one block on the rank that has ``layers``; on one that has all of them by default."""
-        return sum(page for layer, page in self.layers if layers is None or layer in layers)
+        return sum(page.nbytes for page in self.pages if layers is None or page.layer in layers)
 
 
 def build_groups(caches: Sequence[CacheLayer], *, hybrid: bool = True) -> tuple[CacheGroup, ...]:
@@ -66,7 +75,7 @@ def build_groups(caches: Sequence[CacheLayer], *, hybrid: bool = True) -> tuple[
         caches = [CacheLayer(cache.layer, _as_full(cache.spec)) for cache in caches]
     specs = {cache.spec for cache in caches}
     if all(spec.keeps_all for spec in specs) or len(specs) == 1:
-        return (CacheGroup(caches[0].spec, tuple((c.layer, c.spec.page_bytes) for c in caches)),)
+        return (CacheGroup(caches[0].spec, tuple(CachePage(c.layer, c.spec.kind, c.spec.page_bytes) for c in caches)),)
     page = max(spec.page_bytes for spec in specs)
     buckets: dict[KVCacheSpec, list[int]] = {}
     for cache in caches:
@@ -77,7 +86,8 @@ def build_groups(caches: Sequence[CacheLayer], *, hybrid: bool = True) -> tuple[
     for spec, layers in buckets.items():
         # Strided, so that each pipeline stage has its share of each group.
         count = ceil_div(len(layers), size)
-        groups += [CacheGroup(spec, tuple((layer, page) for layer in layers[i::count])) for i in range(count)]
+        pages = [CachePage(layer, spec.kind, page) for layer in layers]
+        groups += [CacheGroup(spec, tuple(pages[i::count])) for i in range(count)]
     return tuple(groups)
 
 

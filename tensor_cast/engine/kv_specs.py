@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,9 @@ Tokens = Any
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec(ABC):
     """Cache of one layer on one rank. ``block_size`` tokens per block; ``dtype`` is the name of a format."""
+
+    #: What people call it.
+    kind: ClassVar[str]
 
     block_size: int
     dtype: str
@@ -72,6 +75,8 @@ class KVCacheSpec(ABC):
 class FullAttentionSpec(KVCacheSpec):
     """K and V of ``kv_heads`` local heads, of ``head_dim`` and ``v_head_dim`` elements."""
 
+    kind: ClassVar[str] = "full attention"
+
     kv_heads: int
     head_dim: int
     v_head_dim: int
@@ -91,6 +96,8 @@ class SlidingWindowSpec(FullAttentionSpec):
     ``in_flight`` tokens may be scheduled before the window moves on; at the start of a step a request holds the window
     but one token, and the blocks at both ends may be partly filled.
     """
+
+    kind: ClassVar[str] = "sliding window"
 
     window: int
     in_flight: int = 1
@@ -115,6 +122,8 @@ class SlidingWindowSpec(FullAttentionSpec):
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalSpec(FullAttentionSpec):
     """Full attention within chunks of ``chunk`` tokens; earlier chunks are freed."""
+
+    kind: ClassVar[str] = "attention in chunks"
 
     chunk: int
 
@@ -143,6 +152,8 @@ def _refuse_dcp(dcp: int) -> None:
 class MlaSpec(KVCacheSpec):
     """One latent and one rope key per token, whatever the number of heads; each TP rank holds them all."""
 
+    kind: ClassVar[str] = "latent"
+
     kv_lora_rank: int
     rope_dim: int
 
@@ -162,6 +173,8 @@ class IndexerSpec(KVCacheSpec):
     ``block_size * dcp`` tokens that its index stands for.
     """
 
+    kind: ClassVar[str] = "indexer keys"
+
     key_bytes: int
     replicas: int = 1
 
@@ -177,6 +190,8 @@ class RecurrentSpec(KVCacheSpec):
 
     ``state_bytes`` for one state; ``states`` that a request holds: 1, and 1 more for each draft token.
     """
+
+    kind: ClassVar[str] = "recurrent state"
 
     state_bytes: int
     states: int = 1

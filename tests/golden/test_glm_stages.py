@@ -210,7 +210,8 @@ def test_the_public_json() -> None:
     assert document["unsafe_layers"] == [41]
     assert document["resident_requests"]["by_tokens"] == pytest.approx(5.56, abs=0.01)
     assert document["resident_requests"]["whole_blocks"] == 5
-    assert [row["partition"] for row in document["partitions"] if "best" in row["note"]] == [[41, 37]]
+    named = {row["note"]: row["partition"] for row in document["partitions"] if "best" in row["note"]}
+    assert named == {"this one; best": [41, 37], "best safe": [42, 36]}
 
 
 def test_p4_bytes_at_a_boundary() -> None:

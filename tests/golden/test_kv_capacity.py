@@ -260,7 +260,7 @@ def test_k19_slightly_uneven_buckets_make_one_group_each() -> None:
     caches = cache_layers(GPT_OSS_20B, ParallelConfig(), block_size=16, kv_dtype="bf16", dcp_semantics="vllm")
     full = next(c.spec for c in caches if not isinstance(c.spec, SlidingWindowSpec))
     groups = build_groups([*caches, CacheLayer(24, full)])
-    assert sorted(len(group.layers) for group in groups) == [12, 13]
+    assert sorted(len(group.pages) for group in groups) == [12, 13]
     pool = plan_pool(groups, [range(25)], [40 * GIB], max_model_len=131_072, in_flight=IN_FLIGHT)
     assert pool.ranks[0].block_bytes == 13 * 32_768 == 425_984
     assert (pool.num_blocks, pool.kv_tokens) == (100_824, 1_432_542)
@@ -272,7 +272,7 @@ def test_k20_gemma_groups() -> None:
     # out by turns [engine]. A page is 16 heads * 256 * 2 B * 16 tokens = 131,072 B.
     caches = cache_layers(GEMMA, ParallelConfig(), block_size=16, kv_dtype="bf16", dcp_semantics="vllm")
     groups = build_groups(caches)
-    assert [len(group.layers) for group in groups] == [9, 9, 9, 9, 8, 8, 10]
+    assert [len(group.pages) for group in groups] == [9, 9, 9, 9, 8, 8, 10]
     pool = capacity(GEMMA, 20, length=131_072)
     assert (pool.num_blocks, pool.ranks[0].block_bytes) == (16_384, 10 * 131_072)
     # 8,192 + 6 * (ceil((1,023 + 16,384) / 16) + 1) = 14,726 blocks.

@@ -42,12 +42,12 @@ def caches(specs: list[KVCacheSpec]) -> list[CacheLayer]:
 @given(layers)
 def test_each_layer_is_in_one_group_and_keeps_its_bytes(specs: list[KVCacheSpec]) -> None:
     groups = build_groups(caches(specs))
-    held = Counter(layer for group in groups for layer, _ in group.layers)
+    held = Counter(layer for group in groups for layer, _, _ in group.pages)
     assert held == Counter(range(len(specs)))
     for group in groups:
-        for layer, page in group.layers:
+        for layer, _, page in group.pages:
             assert page >= specs[layer].page_bytes  # equal, a multiple, or padded
-        assert len({type(specs[layer]) for layer, _ in group.layers}) == 1 or len(groups) == 1
+        assert len({type(specs[layer]) for layer, _, _ in group.pages}) == 1 or len(groups) == 1
 
 
 @relaxed
@@ -93,7 +93,7 @@ def test_smaller_pages_hold_more_tokens() -> None:
 @pytest.mark.parametrize(("short", "long", "sizes"), [(8, 11, [8, 11]), (8, 12, [8, 6, 6]), (3, 10, [3, 3, 3, 2, 2])])
 def test_sizes_of_groups(short: int, long: int, sizes: list[int]) -> None:
     groups = build_groups(caches([FULL] * short + [WINDOW] * long))
-    assert [len(group.layers) for group in groups] == sizes
+    assert [len(group.pages) for group in groups] == sizes
 
 
 def test_without_hybrid_groups() -> None:
