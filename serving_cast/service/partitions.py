@@ -26,7 +26,8 @@ from serving_cast.service.staged_costs import StagedCosts, build_staged
 from serving_cast.service.steady_state import AggregatedGrid
 from serving_cast.setting import Setting
 from tensor_cast.core.trace_library import TraceLibrary
-from tensor_cast.engine.kv_cache import cache_layers, indexer_layers
+from tensor_cast.engine.kv_cache import indexer_layers
+from tensor_cast.engine.kv_groups import CacheGroup
 from tensor_cast.ir.expr import Num
 from tensor_cast.ir.index_sharing import Handover, hand_over_all
 from tensor_cast.ir.program import Layout
@@ -88,7 +89,8 @@ def candidates(
     samples = np.unique(np.geomspace(1, len(grid.batches), _SAMPLES).astype(int)) - 1
     for seconds in amounts(partial(_seconds, grid=grid, samples=samples)):
         add(seconds)
-    memory, pages = amounts(lambda costs: [_memory(costs), _pages(costs)])
+    (memory,) = amounts(lambda costs: [_memory(costs)])
+    pages = _pages(plain, helped, writers)
     # Negated number of KV blocks that a stage has room for.
     add(lambda *stage: (memory(*stage) - setting.available_bytes) / pages(*stage))
     return list(found) or [default]
@@ -199,23 +201,26 @@ def _layer_weights(costs: TracedCosts) -> dict[int, int]:
     return out
 
 
-def _pages(costs: StagedCosts) -> _Pieces:
-    """Bytes of one block of KV cache; those of draft layers are the last stage's."""
-    setting, parallel = costs.setting, costs.parallel
-    count = setting.model.num_hidden_layers
-    layers = dict.fromkeys(range(count), 0.0)
-    drafts = 0.0
-    for cache in cache_layers(
-        setting.model,
-        parallel.to_tensor_cast(),
-        block_size=setting.block_size,
-        kv_dtype=setting.quant.kv_dtype,
-        dcp_semantics=setting.dcp_semantics,
-        num_mtp_tokens=setting.workload.num_mtp_tokens,
-        extra_indexers=costs.handover.own_indexers,
-    ):
-        if cache.layer < count:
-            layers[cache.layer] += cache.spec.page_bytes
-        else:
-            drafts += cache.spec.page_bytes
-    return _Pieces(layers, [0.0] * (parallel.pp_size - 1) + [drafts])
+def _pages(plain: StagedCosts, helped: StagedCosts, writers: Sequence[int]) -> _Amount:
+    """Bytes of one block of KV cache: of the widest group of a stage. Draft layers are the last stage's.
+
+    Groups are formed over all stages, so they are those of any partition; helping adds to the pages of a group.
+    """
+    count, stages = plain.setting.model.num_hidden_layers, plain.parallel.pp_size
+    total = count + plain.setting.model.num_nextn_predict_layers
+    both = [[_page_sums(group, total) for group in costs.stages[0].kv.groups] for costs in (plain, helped)]
+
+    def amount(stage: int, start: int, end: int) -> float:
+        written = min(writers[start], end)
+        stop = total if stage == stages - 1 else end
+        return max(own[stop] - own[written] + more[written] - more[start] for own, more in zip(*both, strict=True))
+
+    return amount
+
+
+def _page_sums(group: CacheGroup, layers: int) -> list[int]:
+    """Bytes of the pages of the group's layers below each layer, up to ``layers``."""
+    own = [0] * layers
+    for page in group.pages:
+        own[page.layer] += page.nbytes
+    return list(accumulate(own, initial=0))

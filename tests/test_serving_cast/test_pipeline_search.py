@@ -393,6 +393,33 @@ def test_auto_weighs_what_helping_layers_costs(split: str, length: int, batch: i
     assert auto.candidates[0].throughput_tok_s == pytest.approx(max(rates.values()), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("model", "summed", "grouped"),
+    [
+        # Every other layer has a window: 9 layers have 5 of one kind, as 10 do, and 8 have 4.
+        ("openai/gpt-oss-120b", (9, 9, 9, 9), (8, 10, 10, 8)),
+        # Every sixth has none; the others are dealt to six groups of up to 9, so 12 to 17 layers have 2 or 3 of a kind.
+        ("google/gemma-3-27b-it", (11, 13, 13, 13, 12), (12, 13, 14, 14, 9)),
+    ],
+)
+def test_auto_weighs_the_widest_group_of_a_stage(model: str, summed: tuple[int, ...], grouped: tuple[int, ...]) -> None:
+    """A block costs what the widest group has on a stage, not a page of each layer: the split with most blocks."""
+    stages = len(grouped)
+    run = runner(model=model, num_devices=stages, space=SearchSpace(tp=(1,), dp=(1,), dcp=(1,), pp=(stages,)))
+    layout = ParallelConfig(pp_size=stages)
+    blocks = {}
+    for partition in (summed, grouped):
+        costs = run._costs.costs(replace(layout, pp_layer_partition=partition), BOTH)
+        assert isinstance(costs, StagedCosts)
+        blocks[partition] = min(
+            (run.setting.available_bytes - stage.weight_bytes - stage.profile_bytes - stage.overhead_bytes)
+            / stage.kv.block_bytes
+            for stage in costs.stages
+        )
+    assert blocks[grouped] > 1.03 * blocks[summed]
+    assert grouped in run._costs.partitions(layout, BOTH, run._grid("aggregated")[1])
+
+
 def test_too_many_stages_are_a_rejection() -> None:
     (summary,) = runner(
         num_devices=128, space=SearchSpace(tp=(1,), dp=(1,), dcp=(1,), pp=(81,)), limits=(Limits(),)
