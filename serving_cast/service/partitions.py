@@ -208,12 +208,14 @@ def _pages(plain: StagedCosts, helped: StagedCosts, writers: Sequence[int]) -> _
     """
     count, stages = plain.setting.model.num_hidden_layers, plain.parallel.pp_size
     total = count + plain.setting.model.num_nextn_predict_layers
-    both = [[_page_sums(group, total) for group in costs.stages[0].kv.groups] for costs in (plain, helped)]
+    unhelped, others = ([_page_sums(group, total) for group in costs.stages[0].kv.groups] for costs in (plain, helped))
 
     def amount(stage: int, start: int, end: int) -> float:
         written = min(writers[start], end)
         stop = total if stage == stages - 1 else end
-        return max(own[stop] - own[written] + more[written] - more[start] for own, more in zip(*both, strict=True))
+        return max(
+            own[stop] - own[written] + more[written] - more[start] for own, more in zip(unhelped, others, strict=True)
+        )
 
     return amount
 
