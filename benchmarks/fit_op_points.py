@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
 
 from benchmarks.device_sections import general_keys, write_sections
+from benchmarks.fitting import SOURCE, Array, Fitted, fold_of, scores, three_digits
 from benchmarks.kernel_fits import Coefficients, Limits, Points, Problem, kernel_fit, partner_shares, points_of, untold
-from benchmarks.op_points import ModuleSample, Sample, WireSample, kernel_samples, module_samples, wire_samples
+from benchmarks.op_points import ModuleSample, Sample, kernel_samples, module_samples, wire_samples
+from benchmarks.wire_fits import fit_collectives
 from tensor_cast.device.catalog import load_device
 from tensor_cast.device.profile import CollectiveFit, DeviceProfile, KernelFit, OpClass
 from tensor_cast.performance_model.analytic import kernel_seconds
-from tensor_cast.performance_model.comm_analytic import wire_bytes
 
-Array = npt.NDArray[np.float64]
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_FOLDER = ROOT.parent / "shared" / "validation" / "op_points"
 #: System of the tables -> our device.
@@ -46,50 +44,14 @@ WIDER = {
     "fp8_block": ("bfloat16",),
     "float4_e2m1fn": ("bfloat16", "float8_e4m3fn", "fp8_block"),
 }
-SOURCE = "fit of aiconfigurator-core 0.12.0 op tables"
 #: Rows needed for a fit, and for a term beyond floor and roofline.
 MIN_ROWS, MIN_ROWS_TILES = 15, 30
 #: A tile term stays when it lowers the held-out error by this share.
 MIN_GAIN = 0.03
-FOLDS = 5
 #: Software is left out of a fit when its median is slower than the best by this factor.
 SLOWER, MIN_ROWS_SOFTWARE = 1.2, 8
 #: Blocks short enough for starts to matter, and the least floor that a kernel can have.
 SMALL_BLOCK_S, MIN_FLOOR_S = 150e-6, 0.5e-6
-
-
-def fold_of(case: object) -> int:
-    """Which fold a case belongs to; depends on nothing but the case."""
-    return zlib.crc32(repr(case).encode()) % FOLDS
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """One line of the table."""
-
-    device: str
-    key: str
-    rows: int
-    dropped: int
-    error: float
-    bias: float
-    fit: KernelFit | CollectiveFit
-
-
-def _sigmoid(x: float) -> float:
-    return float(1 / (1 + np.exp(-x)))
-
-
-def _robust(residuals, starts: Sequence[Sequence[float]]) -> Array:  # type: ignore[no-untyped-def]
-    """Least squares of log ratios with outliers damped beyond 10 %, from several starting points."""
-    runs = [least_squares(residuals, start, loss="soft_l1", f_scale=0.1) for start in starts]
-    return np.asarray(min(runs, key=lambda run: run.cost).x)
-
-
-def _scores(predicted: Array, measured: Array) -> tuple[float, float]:
-    """(median absolute relative error, median relative error)."""
-    relative = predicted / measured - 1
-    return float(np.median(np.abs(relative))), float(np.median(relative))
 
 
 def _rows(samples: Sequence[Sample], device: DeviceProfile) -> Points:
@@ -291,7 +253,7 @@ def _fit_class(problem: Problem, folds: npt.NDArray[np.int64], *, search: bool) 
     unseen = problem.unseen(folds)
     if richer.tiles:
         better = richer.unseen(folds)
-        if _scores(better, measured)[0] < _scores(unseen, measured)[0] * (1 - MIN_GAIN):
+        if scores(better, measured)[0] < scores(unseen, measured)[0] * (1 - MIN_GAIN):
             return richer.solve().rounded(), better
     return problem.solve().rounded(), unseen
 
@@ -314,7 +276,7 @@ def _lines(
     for name, points in group.points.items():
         predicted = unseen[start : start + counts[name]]
         start += counts[name]
-        error, bias = _scores(predicted, points.seconds)
+        error, bias = scores(predicted, points.seconds)
         out.append(Fitted(name, key, counts[name], group.dropped[name], error, bias, kernel_fit(best, source, error)))
     return out
 
@@ -359,7 +321,7 @@ def add_small_kernels(
         gemm = fits["gemm"]
         for op_class in (OpClass.POINTWISE, OpClass.SAMPLING):
             fits[op_class] = KernelFit(
-                floor_s=_round(floor),
+                floor_s=three_digits(floor),
                 compute=gemm.compute,
                 memory=gemm.memory,
                 source=f"not measured alone; floor: {source}; shares as gemm",
@@ -372,64 +334,6 @@ def _bounds(sample: Sample, device: DeviceProfile) -> tuple[float, float]:
         float(cost.flops) / device.flops(cost.compute_dtype),
         float(cost.nbytes) / device.memory_bandwidth.value,
     )
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def fit_collectives(
-    devices: Mapping[str, DeviceProfile], samples: Mapping[str, dict[str, list[WireSample]]]
-) -> list[Fitted]:
-    """``alpha + alpha_rank*(n-1) + wire / (bandwidth*efficiency)`` in a node, per kind.
-
-    ``devices`` have links and switches of one kind: they share both starts, and those of one bandwidth the share too.
-    """
-    speeds = sorted({d.tiers[0].bandwidth.value for d in devices.values()})
-    out: list[Fitted] = []
-    for kind in sorted({kind for rows in samples.values() for kind in rows}):
-        rows = [(name, s) for name in devices for s in samples[name].get(kind, [])]
-        bandwidth = np.array([devices[name].tiers[0].bandwidth.value for name, _ in rows])
-        hop = np.array([devices[name].tiers[0].latency_s for name, _ in rows])
-        wire = np.array([float(wire_bytes(kind, s.nbytes, s.ranks)) for _, s in rows]) / bandwidth
-        others = np.array([s.ranks - 1 for _, s in rows], dtype=float)
-        seconds = np.array([s.seconds for _, s in rows])
-        speed = np.searchsorted(speeds, bandwidth)
-        folds = np.array([fold_of((kind, s.ranks, s.nbytes)) for _, s in rows])
-        possible = seconds >= wire
-
-        def predict(p: Array, pick: npt.NDArray[np.bool_]) -> Array:
-            share = 1 / (1 + np.exp(-p[2:]))
-            moving = wire[pick] / share[speed[pick]]  # noqa: B023
-            return np.asarray(hop[pick] + np.exp(p[0]) + np.exp(p[1]) * others[pick] + moving)  # noqa: B023
-
-        def fitted(pick: npt.NDArray[np.bool_]) -> Array:
-            starts = [[np.log(5e-6), np.log(r), *([0.5] * len(speeds))] for r in (1e-7, 1e-6)]
-            return _robust(lambda p: np.log(predict(p, pick) / seconds[pick]), starts)  # noqa: B023
-
-        guess = np.zeros_like(seconds)
-        for fold in range(FOLDS):
-            test = possible & (folds == fold)
-            guess[test] = predict(fitted(possible & (folds != fold)), test)
-        best = fitted(possible)
-        counts = {
-            name: int(sum(ok for (n, _), ok in zip(rows, possible, strict=True) if n == name)) for name in devices
-        }
-        text = " and ".join(f"{count} of {name}" for name, count in counts.items())
-        for name, device in devices.items():
-            mine = possible & np.array([n == name for n, _ in rows])
-            error, bias = _scores(guess[mine], seconds[mine])
-            fit = CollectiveFit(
-                alpha_s=_round(float(np.exp(best[0]))),
-                alpha_rank_s=_round(float(np.exp(best[1]))),
-                efficiency=_round(_sigmoid(best[2 + speeds.index(device.tiers[0].bandwidth.value)])),
-                source=f"{SOURCE}, sizes in a node: {text}" + ("; one start for both" if len(devices) > 1 else ""),
-                error=round(error, 3),
-            )
-            out.append(
-                Fitted(name, kind, counts[name], len(samples[name].get(kind, [])) - counts[name], error, bias, fit)
-            )
-    return out
 
 
 def print_table(lines: Sequence[Fitted]) -> None:
