@@ -1,7 +1,7 @@
 """The console blocks of README and docs: run each command and compare, or write what it prints now.
 
-    python -m benchmarks.docs            # list what differs, exit code 1 if anything does
-    python -m benchmarks.docs --write    # bring the files up to date
+    python -m benchmarks.docs                       # list what differs, exit code 1 if anything does
+    python -m benchmarks.docs --write [FILE ...]    # bring the files up to date
 
 A block is fenced as ``console``; its first line is ``$ command`` (continued with a backslash), the rest is what the
 command prints. Only ``msmodeling`` and ``throughput_optimizer`` are run, in a process of their own.
@@ -79,12 +79,15 @@ def main() -> int:
     """Compare or write; exit code 1 when a document differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="bring the files up to date")
-    if parser.parse_args().write:
-        for file in FILES:
+    parser.add_argument("files", nargs="*", type=Path, help="README and all of docs by default")
+    args = parser.parse_args()
+    files = [file.resolve() for file in args.files] or FILES
+    if args.write:
+        for file in files:
             print(f"{'changed' if refresh(file) else 'same':>8}  {file.relative_to(ROOT)}")
         return 0
     differs = 0
-    for file in FILES:
+    for file in files:
         for block in blocks(file):
             now = block.run()
             if now != block.output:
