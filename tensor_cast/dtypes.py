@@ -20,6 +20,8 @@ BITS: dict[str, int] = {
     "int8": 8,
     "uint8": 8,
     "int4": 4,
+    "complex64": 64,
+    "complex128": 128,
     "bool": 8,
 }
 

@@ -20,14 +20,14 @@ _TEXT_KEYS = ("text_config", "language_config", "llm_config", "thinker_config")
 _WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 _INHERITED = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddings")
 
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-_INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff")
+_INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff", "dim_ff", "dff", "d_inner")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
+_TOP_K = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 #: The same for whoever writes a config: field of ``ModelConfig`` -> the names that configs give it.
@@ -43,8 +43,17 @@ SIZE_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 #: Architectures whose ``intermediate_size`` is that of one expert.
+# fmt: off
 _INTERMEDIATE_IS_EXPERT = frozenset(
-    {"mixtral", "gpt_oss", "phimoe", "minimax", "minimax_m2", "granitemoe", "dbrx", "olmoe"}
+    {
+        "aria_text", "cohere2_moe", "dbrx", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared",
+        "jamba", "jetmoe", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe",
+    }
+)
+# fmt: on
+#: Architectures of GPT-2's kin that are four times as wide inside as outside, with no field for it or a null in it.
+_FOUR_TIMES_WIDE = frozenset(
+    {"bloom", "codegen", "gpt-sw3", "gpt2", "gpt_bigcode", "gptj", "gpt_neo", "mpt", "openai-gpt"}
 )
 #: Architectures that ignore ``sliding_window`` unless ``use_sliding_window`` says otherwise.
 _WINDOW_OFF_BY_DEFAULT = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"})
@@ -52,6 +61,9 @@ _WINDOW_OFF_BY_DEFAULT = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", 
 _NO_WINDOW = frozenset({"llama", "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe", "glm_moe_dsa"})
 #: Every n-th layer attends fully, the others through the window, where neither layer_types nor a pattern is given.
 _FULL_EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "olmo3": 4}
+#: What ``layer_types`` calls layers with softmax attention that is modelled, and those that keep a state instead.
+_ATTENDING = frozenset({"full_attention", "sliding_attention", "indexed_attention", "attention"})
+_STATEFUL = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"})
 #: Architectures that tie input and output embeddings when the config does not say.
 # fmt: off
 _TIED_BY_DEFAULT = frozenset(
@@ -74,7 +86,12 @@ def text_config(raw: Config, where: str) -> dict[str, Any]:
     """
     architectures = raw.get("architectures") or []
     nested = next((raw[key] for key in _TEXT_KEYS if isinstance(raw.get(key), Mapping)), None)
-    if raw.get("is_encoder_decoder") or not isinstance(architectures, list):
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            f"{where}: {raw.get('model_type')} is an encoder-decoder model (is_encoder_decoder is true); only models "
+            "that are a decoder alone are traced, give the config of one"
+        )
+    if not isinstance(architectures, list):
         raise _not_causal(where, architectures or raw.get("model_type"))
     if architectures:
         named = [name for name in architectures if isinstance(name, str) and name.endswith(_CAUSAL_SUFFIXES)]
@@ -104,9 +121,10 @@ def read_facts(config: Config, where: str) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f"{where}: field model_type: found {model_type!r}; allowed is the name of an architecture")
-    layers = reader.size(_LAYERS)
     _refuse_unknown_layers(config, model_type)
-    experts = reader.optional(_EXPERTS)
+    layers = reader.size(_LAYERS)
+    # Some configs list sizes of experts that a switch turns off.
+    experts = 0 if config.get("is_moe") is False else reader.optional(_EXPERTS)
     facts: dict[str, Any] = {
         "model_type": model_type,
         "hidden_size": reader.size(_HIDDEN),
@@ -193,10 +211,11 @@ def _quantization(config: Config, where: str) -> Config | None:
 
 
 def _refuse_unknown_layers(config: Config, model_type: str) -> None:
-    layer_types = {kind for kind in config.get("layer_types") or () if isinstance(kind, str)}
+    listed = config.get("layer_types")
+    layer_types = {kind for kind in listed if isinstance(kind, str)} if isinstance(listed, list) else set()
     # Gated delta nets are described where their sizes are given (tensor_cast.engine.recurrent).
     known = {"linear_attention"} if "linear_num_value_heads" in config else set()
-    kinds = sorted(layer_types & {"linear_attention", "mamba", "recurrent", "conv", "hybrid"} - known)
+    kinds = sorted(layer_types & _STATEFUL - known)
     if kinds or "hybrid_override_pattern" in config or "layers_block_type" in config:
         what = f"{', '.join(kinds)} layers" if kinds else "recurrent layers"
         raise UnsupportedModelError(f"{model_type}: {what} keep a state instead of a KV cache; not modelled yet")
@@ -206,9 +225,19 @@ def _refuse_unknown_layers(config: Config, model_type: str) -> None:
         raise UnsupportedModelError(f"{model_type}: head sizes that differ between layers are not modelled yet")
     if model_type.startswith("llama4") or config.get("attention_chunk_size"):
         raise UnsupportedModelError(f"{model_type}: attention in chunks is not modelled yet")
+    if others := sorted(layer_types - _STATEFUL - _ATTENDING):
+        raise UnsupportedModelError(
+            f"{model_type}: layers of type {', '.join(others)} are not modelled yet; those of type "
+            f"{', '.join(sorted(_ATTENDING))} are"
+        )
 
 
 def _attention(config: Config, hidden: int, reader: _Reader) -> dict[str, Any]:
+    if not reader.optional(_HEADS) and not any(name in config for name in _HEADS):
+        raise UnsupportedModelError(
+            f"{reader.where}: none of {', '.join(_HEADS)} is there; a model without attention (state space, recurrent) "
+            "is not modelled yet, one with attention needs its number of heads"
+        )
     heads = reader.size(_HEADS)
     kv_heads = reader.optional(_KV_HEADS) or (1 if config.get("multi_query") else heads)
     if heads % kv_heads:
@@ -314,8 +343,8 @@ def _experts(
 ) -> dict[str, Any]:
     intermediate = reader.optional(_INTERMEDIATE)
     if not any(moe_layers):
-        if not intermediate and model_type.startswith("gpt"):
-            intermediate = 4 * reader.size(_HIDDEN)  # n_inner null means four times the width
+        if not intermediate and ("n_inner" in config or model_type in _FOUR_TIMES_WIDE):
+            intermediate = 4 * reader.size(_HIDDEN)
         return {"intermediate_size": intermediate or reader.size(_INTERMEDIATE)}
     size = reader.optional(_EXPERT_SIZE)
     if model_type in _INTERMEDIATE_IS_EXPERT:

@@ -20,7 +20,7 @@ _ONE = """add add_ sub sub_ rsub mul mul_ neg abs relu relu_ maximum minimum cla
     bitwise_or bitwise_xor square isnan isinf sign round floor ceil trunc floor_divide remainder scatter_add
     scatter_add_ index_add index_add_ index_put index_put_ addcmul lerp hardtanh"""
 _COSTLY = """pow exp log log1p expm1 exp2 log2 sin cos tanh sigmoid silu silu_ gelu gelu_ softplus sqrt rsqrt reciprocal
-    div div_ erf elu leaky_relu mish hardswish hardsigmoid"""
+    div div_ erf elu leaky_relu mish hardswish hardsigmoid polar"""
 _REDUCE = "mean sum amax amin max min prod any all norm linalg_vector_norm var argmax argmin"
 _ROWS = {
     "softmax": 2 * TRANSCENDENTAL,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tensor_cast import ops
+from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.ir.record import Phase, Scope
 from tensor_cast.layers.context import ParallelContext, Step, current_step, enter_scope
 from tensor_cast.layers.dcp import EXCHANGES, gather_query_heads
@@ -21,6 +22,8 @@ from tensor_cast.ops.kv_layout import local_length
 
 #: Name under which the function is registered with Transformers.
 IMPLEMENTATION = "tensor_cast"
+#: Tensors among an attention function's arguments that change nothing: places, which the running step knows.
+_HARMLESS = frozenset({"position_ids", "cache_position", "indices"})
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,15 @@ def attention_forward(
         sliding_window: tokens a query sees, itself included; None for all.
         softcap: cap of the scores through tanh.
         s_aux: [h] extra logits in the softmax denominator.
-        kwargs: what else an architecture passes. ``indices`` [B, Q, K'] are the tokens that sparse attention reads;
-            nothing else in it changes inference.
+        kwargs: what else an architecture passes. ``indices`` [B, Q, K'] are the tokens that sparse attention reads.
 
     Returns:
         ([B, Q, h, Dv], None).
+
+    Raises:
+        UnsupportedModelError: an argument that would change the result is not known here.
     """
+    _refuse_unknown(module, kwargs)
     core = module.__dict__["attention_core"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     enter_scope(Scope.SEQUENCE)
@@ -97,6 +103,18 @@ def attention_forward(
     out = out.contiguous()
     enter_scope(Scope.TOKEN)
     return out, None
+
+
+def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """A tensor nobody asked for (a bias on the scores, a selection of keys) must not be left out in silence."""
+    unknown = sorted(k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in _HARMLESS)
+    if kwargs.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends with {', '.join(unknown)}, which is not known here; known are scaling, "
+            "sliding_window, softcap, s_aux and the indices of sparse attention."
+        )
 
 
 def _heads(core, query, key, value, scale, window, softcap, sinks):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tensor_cast.errors import UnsupportedModelError
-from tensor_cast.layers.structure import attention_output, is_experts, is_gqa, is_mla
+from tensor_cast.layers.structure import attention_output, head_width, is_experts, is_gqa, is_mla
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,14 @@ class ModuleRule:
         partial: its output is a partial sum over tp (and a bias belongs to one rank only).
         gather: its output is gathered along the last dimension.
         slice_input: its input is whole and this rank's slice is taken first.
+        over_all: the projection whose output it must see whole: that is gathered first and sliced again behind.
     """
 
     params: dict[str, tuple[Split, ...]] = field(default_factory=dict)
     partial: bool = False
     gather: bool = False
     slice_input: bool = False
+    over_all: str = ""
 
 
 def _column(linear: nn.Linear, axis: str = "tp", sections: int = 1, units: int = 0) -> ModuleRule:
@@ -169,18 +171,46 @@ class ShardPlan:
     def _gqa(self, path: str, module: nn.Module, rules: dict[str, ModuleRule]) -> None:
         norm = getattr(module, "q_norm", None)
         width = norm.weight.numel() if getattr(norm, "weight", None) is not None else 0
-        if width == module.q_proj.out_features != module.head_dim:
-            return  # a norm over all heads at once: only the plan knows how to keep it right
-        head_dim = module.head_dim
+        if width == module.q_proj.out_features != head_width(module):
+            # A norm over all heads at once: gathered for it, as engines do (vLLM's OLMo-2).
+            rules[f"{path}.q_norm"] = ModuleRule(over_all=f"{path}.q_proj")
+            rules[f"{path}.k_norm"] = ModuleRule(over_all=f"{path}.k_proj")
+        head_dim = head_width(module)
         out = attention_output(module)
         heads = getattr(module, out).in_features // head_dim
+        if _normed(module, heads * head_dim, but=("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
+            return
         kv_heads = module.k_proj.out_features // head_dim
         rules[f"{path}.q_proj"] = _column(module.q_proj, units=heads)
         rules[f"{path}.k_proj"] = _column(module.k_proj, "kv", units=kv_heads)
         rules[f"{path}.v_proj"] = _column(module.v_proj, "kv", units=kv_heads)
         rules[f"{path}.{out}"] = _row(units=heads)
-        if module._parameters.get("sinks") is not None:
-            rules[path] = ModuleRule({"sinks": (Split(0, "tp"),)})
+        self._gates(path, module, heads, heads * head_dim, rules)
+        sinks = ("sinks",) if module._parameters.get("sinks") is not None else ()
+        vectors = _head_vectors(module, heads, head_dim)
+        if sinks or vectors:
+            rules[path] = ModuleRule({name: (Split(0, "tp"),) for name in dict.fromkeys((*sinks, *vectors))})
+
+    def _gates(self, path: str, module: nn.Module, heads: int, width: int, rules: dict[str, ModuleRule]) -> None:
+        """Further projections of the hidden states: to one number per head, or per element of the heads' outputs."""
+        hidden = module.q_proj.in_features
+        for name, child in module.named_children():
+            known = f"{path}.{name}" in rules or not isinstance(child, nn.Linear)
+            if not known and child.in_features == hidden and child.out_features in (heads, width):
+                rules[f"{path}.{name}"] = _column(child, units=heads)
+
+
+def _normed(module: nn.Module, width: int, but: tuple[str, ...] = ()) -> bool:
+    """Whether a norm runs over ``width`` elements inside the module: each rank needs them all, nothing is split."""
+    norms = (c for name, c in module.named_children() if "norm" in type(c).__name__.lower() and name not in but)
+    return any(p.dim() == 1 and p.shape[0] == width for norm in norms for p in norm.parameters(recurse=False))
+
+
+def _head_vectors(module: nn.Module, heads: int, head_dim: int) -> tuple[str, ...]:
+    """Vectors with an element per query head that the attention module holds itself (biases of gates, temperatures)."""
+    if heads == head_dim:
+        return ()  # an element per head, or one per element of a head: the shapes do not tell
+    return tuple(n for n, p in module._parameters.items() if p is not None and tuple(p.shape) == (heads,))
 
 
 def _mla(path: str, module: nn.Module, rules: dict[str, ModuleRule]) -> None:
@@ -194,7 +224,7 @@ def _mla(path: str, module: nn.Module, rules: dict[str, ModuleRule]) -> None:
 def _gated_mlp(path: str, module: nn.Module, rules: dict[str, ModuleRule]) -> bool:
     children = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     down = children.get("down_proj")
-    if down is None:
+    if down is None or _normed(module, down.in_features):
         return False
     up, gate, packed = children.get("up_proj"), children.get("gate_proj"), children.get("gate_up_proj")
     if up is not None and up.out_features == down.in_features:

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tensor_cast.engine.dcp import get_semantics
-from tensor_cast.errors import LegalityError
+from tensor_cast.errors import LegalityError, UnsupportedModelError
 from tensor_cast.ir.record import ParamSpec, Role
 from tensor_cast.layers import indexer, mla
 from tensor_cast.layers.attention import HeadsCore
@@ -24,8 +24,21 @@ from tensor_cast.layers.embedding import make_vocab_parallel
 from tensor_cast.layers.modules import clone_tree, on_first_tensor, path_of, wrap_forward
 from tensor_cast.layers.moe import ExpertsCore, split_range
 from tensor_cast.layers.plan import ModuleRule, ShardPlan, Split
-from tensor_cast.layers.structure import is_attention, is_experts, is_mla, is_sparse
+from tensor_cast.layers.structure import (
+    attention_output,
+    head_width,
+    is_attention,
+    is_experts,
+    is_gqa,
+    is_mla,
+    is_sparse,
+    packed_projection,
+)
 from tensor_cast.quant import padded_vocab
+
+#: Names under which attention modules count their heads, of queries and of keys.
+_QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def _need(condition: bool, rule: str, need: str, have: str) -> None:
@@ -73,7 +86,7 @@ class Sharder:
             if is_experts(module):
                 module.__dict__["experts_core"] = ExpertsCore.of(module, experts[module], self._ctx)
             elif is_attention(module):
-                self._install_attention(module)
+                self._install_attention(module, rules)
         self._join(region, rules, routed)
 
     def _cut_module(self, path: str, module: nn.Module, rule: ModuleRule | None, routed: bool) -> None:
@@ -173,7 +186,7 @@ class Sharder:
         return self._cut[key]
 
     # -- behaviour ----------------------------------------------------------------------------------------------
-    def _install_attention(self, module: nn.Module) -> None:
+    def _install_attention(self, module: nn.Module, rules: dict[str, ModuleRule]) -> None:
         ctx = self._ctx
         if is_mla(module):
             widths = (module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim)
@@ -183,10 +196,42 @@ class Sharder:
             if sparse and module.indexer is not None:
                 indexer.install(module.indexer, ctx)
             return
-        head_dim = module.head_dim
-        value = getattr(module, "v_proj", None)
-        kv_heads = value.weight.shape[0] // head_dim if value is not None else _packed_kv_heads(module)
+        head_dim = head_width(module)
+        kv_heads = self._kv_heads(module, head_dim, rules)
         module.__dict__["attention_core"] = HeadsCore(ctx, module.layer_idx, kv_heads, head_dim)
+
+    def _kv_heads(self, module: nn.Module, head_dim: int, rules: dict[str, ModuleRule]) -> int:
+        """KV heads of this rank; the module's own counts of heads are brought in line with what it now holds.
+
+        Raises:
+            UnsupportedModelError: values are not as wide as keys.
+        """
+        path = path_of(module)
+        if not is_gqa(module):
+            whole = _packed_kv_heads(module)
+            rule = rules.get(f"{path}.{packed_projection(module)}")
+            if rule is None or not rule.params or rule.gather:
+                return whole
+            # Cut between heads, each of which keeps its query, key and value side by side.
+            have = f"{path} with {whole} heads, {self._ctx.tp} ranks"
+            _need(whole % self._ctx.tp == 0, "tp.divides", "ranks that divide the heads", have)
+            return whole // self._ctx.tp
+        key, value = module.k_proj.weight, module.v_proj.weight
+        if key.shape[0] != value.shape[0]:
+            raise UnsupportedModelError(
+                f"{path}: keys and values of different widths are modelled for latent attention only; "
+                f"found {key.shape[0]} and {value.shape[0]} columns."
+            )
+        out = self.params[f"{path}.{attention_output(module)}.weight"]
+        whole_kv = self.params[f"{path}.k_proj.weight"].full_shape[0] // head_dim
+        for names, before, after in (
+            (_QUERY_HEADS, out.full_shape[1] // head_dim, out.shape[1] // head_dim),
+            (_KV_HEADS, whole_kv, key.shape[0] // head_dim),
+        ):
+            for name in names:
+                if module.__dict__.get(name) == before:
+                    module.__dict__[name] = after
+        return key.shape[0] // head_dim
 
     def _join(self, region: nn.Module, rules: dict[str, ModuleRule], routed: bool) -> None:
         """Put the collectives in: one all_reduce where partial sums leave the region, gathers where the plan says."""
@@ -202,6 +247,10 @@ class Sharder:
                 make_vocab_parallel(module, ctx.tp_rank)
             if rule.gather:
                 wrap_forward(module, _gathering(ctx, _full_width(self.params[f"{path_of(module)}.weight"])))
+            if rule.over_all:
+                (split,) = rules[rule.over_all].params["weight"]
+                spec = self.params[f"{rule.over_all}.weight"]
+                wrap_forward(module, _over_all(ctx, *self._ways(split, spec.full_shape[0], spec.name)))
             if rule.slice_input:
                 wrap_forward(module, _slicing(ctx))
             if rule.partial:
@@ -211,8 +260,10 @@ class Sharder:
                     module._parameters["bias"] = None
         if not partial:
             return
-        target = region if routed or len(partial) > 1 else partial[0]
-        wrap_forward(target, _reducing)
+        if routed or len(partial) > 1:
+            _reduce_together(region, partial)
+        else:
+            wrap_forward(partial[0], _reducing)
 
 
 def _full_width(spec: ParamSpec) -> int:
@@ -223,6 +274,19 @@ def _gathering(ctx: ParallelContext, width: int) -> Callable[..., Any]:
     def forward(inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         # The cut drops the rows that only padded the vocabulary.
         return all_gather(inner(*args, **kwargs), "tp", ctx.tp, dim=-1)[..., :width]
+
+    return forward
+
+
+def _over_all(ctx: ParallelContext, ways: int, index: int) -> Callable[..., Any]:
+    """Gather what the ranks hold (a piece is on tp / ways neighbours), run, and take piece ``index`` again."""
+
+    def forward(inner: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if ways == 1:
+            return inner(x)
+        width = x.shape[-1]
+        pieces = all_gather(x, "tp", ctx.tp, dim=-1).unflatten(-1, (ctx.tp, width))
+        return inner(pieces[..., :: ctx.tp // ways, :].flatten(-2)).narrow(-1, index * width, width)
 
     return forward
 
@@ -239,8 +303,38 @@ def _reducing(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return on_first_tensor(inner(*args, **kwargs), lambda t: all_reduce(t, "tp"))
 
 
+def _reduce_together(region: nn.Module, partial: list[nn.Module]) -> None:
+    """One all_reduce for what several modules of a region add up: at its end, or before a norm of the sum."""
+    pending = [False]
+
+    def note(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pending[0] = True
+        return inner(*args, **kwargs)
+
+    def before(inner: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if pending[0]:
+            pending[0], x = False, all_reduce(x, "tp")
+        return inner(x, *args, **kwargs)
+
+    def at_end(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pending[0] = False
+        output = inner(*args, **kwargs)
+        return _reducing(lambda: output) if pending[0] else output
+
+    for module in partial:
+        wrap_forward(module, note)
+    for module in region.modules():
+        if "norm" in type(module).__name__.lower():
+            wrap_forward(module, before)
+    wrap_forward(region, at_end)
+
+
 def _packed_kv_heads(module: nn.Module) -> int:
-    config = module.config
+    config = getattr(module, "config", None)
+    if config is None:  # that is where the interface looks up its implementation
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not attend through Transformers' attention interface."
+        )
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 

@@ -10,6 +10,7 @@ from tensor_cast.errors import UnsupportedModelError
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _OUT = ("o_proj", "out_proj", "dense")
+_HEAD_WIDTH = ("head_dim", "head_size", "attention_head_size")
 _PACKED_QKV = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "att_proj")
 
 
@@ -24,6 +25,20 @@ class LayerRegions:
 def attention_output(module: nn.Module) -> str | None:
     """Name of the output projection of an attention module."""
     return next((name for name in _OUT if isinstance(getattr(module, name, None), nn.Linear)), None)
+
+
+def head_width(module: nn.Module) -> int:
+    """Width of one head's query and key, under whatever name the module keeps it.
+
+    Raises:
+        UnsupportedModelError: under none that is known here.
+    """
+    found = next((getattr(module, n) for n in _HEAD_WIDTH if isinstance(getattr(module, n, None), int)), 0)
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not say how wide a head is ({', '.join(_HEAD_WIDTH)})."
+        )
+    return found
 
 
 def is_mla(module: nn.Module) -> bool:
@@ -43,8 +58,13 @@ def is_gqa(module: nn.Module) -> bool:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether the module is attention of a kind we know."""
-    packed = any(isinstance(getattr(module, name, None), nn.Module) for name in _PACKED_QKV)
-    return is_mla(module) or is_gqa(module) or (packed and "attention" in type(module).__name__.lower())
+    packed = packed_projection(module) is not None and "attention" in type(module).__name__.lower()
+    return is_mla(module) or is_gqa(module) or packed
+
+
+def packed_projection(module: nn.Module) -> str | None:
+    """Name of the projection of an attention module that yields query, key and value in one."""
+    return next((name for name in _PACKED_QKV if isinstance(getattr(module, name, None), nn.Module)), None)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -82,7 +102,8 @@ def find_regions(path: str, layer: nn.Module) -> LayerRegions:
     if len(attention) != 1:
         kinds = ", ".join(f"{n} ({type(c).__name__})" for n, c in layer.named_children() if has_weights(c))
         raise UnsupportedModelError(
-            f"layer {path} has {len(attention) or 'no'} softmax attention among its parts [{kinds}]; linear attention, "
-            "state-space and encoder-decoder layers come in a later version."
+            f"layer {path} has {len(attention) or 'no'} softmax attention of a known form among its parts [{kinds}]; "
+            "need one with q_proj, k_proj, v_proj (or one packed projection) and an output projection, or latent "
+            "attention; linear attention, state-space and encoder layers come in a later version."
         )
     return LayerRegions(attention[0], tuple(others))

@@ -30,6 +30,9 @@ class _PlainSizes:
 
     dim = staticmethod(int)
 
+    def check(self) -> None:
+        """Nothing can be fixed that is not open."""
+
 
 def step_sizes(cell: Cell, phase: Phase) -> dict[str, int]:
     """B, Q and S of the step that is recorded: all prompts at once, or the last decode step of the longest request."""

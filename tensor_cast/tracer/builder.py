@@ -57,12 +57,20 @@ def hf_config(model: ModelConfig) -> Any:
         raise UnsupportedModelError(f"model type {kind!r} of {model.model_id} is not known to Transformers{remote}.")
     for key in ("auto_map", "quantization_config", "model_type"):
         values.pop(key, None)
+    if model.attention is AttentionKind.GQA:
+        # Nulls become what they mean: several classes compute with them as they are.
+        for key, value in (("head_dim", model.head_dim), ("num_key_value_heads", model.num_key_value_heads)):
+            if key in values and values[key] is None:
+                values[key] = value
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:
         raise ConfigError(f"{model.model_id}: config.json does not describe a {kind}: {one_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"model type {kind!r} of {model.model_id} is not a causal language model.")
+        raise UnsupportedModelError(
+            f"{model.model_id}: Transformers has no causal language model of type {kind!r} on its own, so it cannot be "
+            "traced; docs/models.md lists the families that can."
+        )
     return config
 
 
@@ -103,7 +111,10 @@ def build(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrained
 
 
 def _unbuildable(model: ModelConfig, error: Exception) -> ConfigError:
-    return ConfigError(f"{model.model_id}: Transformers cannot build this model: {one_line(error)}")
+    return ConfigError(
+        f"{model.model_id}: Transformers cannot build this {model.model_type}: {one_line(error)}; a field of "
+        "config.json is missing, null or at odds with another: compare it with that of a published checkpoint."
+    )
 
 
 @contextmanager

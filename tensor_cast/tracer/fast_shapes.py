@@ -16,7 +16,7 @@ import torch
 _ATEN = torch.ops.aten
 
 _NAMES = """mul add sub div neg silu gelu sigmoid tanh exp rsqrt sqrt pow cos sin relu clamp logical_or logical_not eq
-    ne lt le gt ge masked_fill where maximum minimum bitwise_not"""
+    ne lt le gt ge masked_fill where maximum minimum bitwise_not polar"""
 _POINTWISE = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 _LINEAR, _CAT, _CONVERT = _ATEN.linear, _ATEN.cat, _ATEN.to
 
@@ -30,6 +30,8 @@ def quick_result(func: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | 
         return None
     if packet is _LINEAR and args[0].dim() > 1 and _symbolic(args[0]):
         x, weight = args[:2]
+        if x.shape[-1] != weight.shape[1]:
+            return None  # torch says best what is wrong
         return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
     if packet is _CAT and all(map(_symbolic, args[0])):
         return _cat(*args)

@@ -69,7 +69,7 @@ class FakeInputs:
             storage_key(cache): Kind.KV if isinstance(key, int) else Kind.INDEXER
             for key, cache in step.kv_caches.items()
         }
-        return Recorder(self.space.dim, sizes, _weights(root), caches)
+        return Recorder(self.space.dim, sizes, _weights(root), caches, self.space.check)
 
 
 def stored(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

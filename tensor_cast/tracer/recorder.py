@@ -47,6 +47,7 @@ class Recorder(TorchDispatchMode):
         group_sizes: ranks per collective axis.
         weights: storage of each parameter and buffer -> its full name.
         caches: storages of paged caches -> their kind.
+        check: called after each op whose result torch worked out; raises where that fixed a size.
 
     ``events`` holds :class:`OpRecord` and :class:`Marker` in order.
     """
@@ -57,8 +58,10 @@ class Recorder(TorchDispatchMode):
         group_sizes: Mapping[str, int],
         weights: Mapping[int, str],
         caches: Mapping[int, Kind] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._check = check
         self.events: list[OpRecord | Marker] = []
         self._dim = dim
         self._group_sizes = group_sizes
@@ -138,6 +141,7 @@ class Recorder(TorchDispatchMode):
         result = quick_result(func, args, kwargs)
         if result is None:
             result = func(*args, **kwargs)
+            self._check()
         if not self._paused:
             self._record(func, args, kwargs, result)
         return result

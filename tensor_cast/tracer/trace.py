@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tensor_cast.engine.dcp import get_semantics
-from tensor_cast.errors import MsModelingError, UnsupportedModelError
+from tensor_cast.errors import UnsupportedModelError
 from tensor_cast.ir.program import PartRequest, Skeleton, Slot
 from tensor_cast.ir.record import Kind, OpRecord, ParamSpec, Part, Phase, Role, Scope
 from tensor_cast.layers import indexer
@@ -26,7 +26,8 @@ from tensor_cast.layers.mtp import DraftModules
 from tensor_cast.layers.program import Anatomy, RankProgram, Region, SkippedLayer
 from tensor_cast.layers.sharding import Sharder
 from tensor_cast.model_config import ModelConfig
-from tensor_cast.tracer.builder import build, one_line
+from tensor_cast.tracer.boundary import plain_errors
+from tensor_cast.tracer.builder import build
 from tensor_cast.tracer.fold import config_signature, group, signature
 from tensor_cast.tracer.glue import glue_part, glue_slots, outside_ids, split_at_head
 from tensor_cast.tracer.inputs import FakeInputs, stored
@@ -35,6 +36,9 @@ from tensor_cast.tracer.sizes import SizeSpace
 
 #: KV block size of the run that records the skeleton; nothing of attention is kept from it.
 _BLOCK_SIZE = 128
+
+#: Ops of which an attention part has exactly one.
+_ATTENTION = frozenset(f"tensor_cast.{name}" for name in ("attention", "mla_attention", "sparse_mla_attention"))
 
 #: Names the attention of a draft pass that reuses the tokens which the pass before chose.
 _REUSING = ".reusing"
@@ -56,11 +60,11 @@ class ModelTracer:
     def __init__(self, model: ModelConfig, *, sizes: Mapping[str, int] | None = None) -> None:
         self.config = model
         self.inputs = FakeInputs(SizeSpace(sizes), getattr(torch, model.dtype), model.hidden_size)
-        with torch.inference_mode(), self.inputs.space.mode, _PlainErrors(model):
+        with torch.inference_mode(), self.inputs.space.mode, plain_errors(model):
             self.anatomy = Anatomy(build(model))
+            self.groups, self._alike = _find_groups(self.anatomy)
         self._captured: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._skeleton: Skeleton | None = None
-        self.groups, self._alike = _find_groups(self.anatomy)
 
     def _region_name(self, region: Region) -> str:
         """Name of a region in part keys; equal for regions that do the same."""
@@ -73,9 +77,8 @@ class ModelTracer:
     def skeleton(self) -> Skeleton:
         """Slots, fixed parts and captured region arguments; traced at the first call."""
         if self._skeleton is None:
-            with torch.inference_mode(), self.inputs.space.mode, _PlainErrors(self.config):
+            with torch.inference_mode(), self.inputs.space.mode, plain_errors(self.config):
                 self._skeleton = self._trace_skeleton()
-            self.inputs.space.check()
         return self._skeleton
 
     def _trace_skeleton(self) -> Skeleton:
@@ -110,6 +113,11 @@ class ModelTracer:
             bracket(program.model.get_submodule(anatomy.layer_path(index)), index, recorder, tuples)
         with recorder.recording():
             program(self.inputs.ids(), step, last_only=last_only)
+        begun = [event.what[1] for event in recorder.events if isinstance(event, Marker) and event.what[0] == "begin"]
+        if sorted(begun) != sorted(kept):
+            raise UnsupportedModelError(
+                "the layers are not run once each, one after the other; loops are not modelled."
+            )
         return recorder.events, program
 
     def _capture(
@@ -209,7 +217,7 @@ class ModelTracer:
         name = request.name.removesuffix(_REUSING)
         region = self._region(request.role, name)
         sharder = Sharder(self.anatomy.plan, ctx, self.anatomy.names)
-        with torch.inference_mode(), self.inputs.space.mode, _PlainErrors(self.config):
+        with torch.inference_mode(), self.inputs.space.mode, plain_errors(self.config):
             args, kwargs = self._captured[request.role, name]
             if request.role == "head" and request.phase == "last":
                 args, kwargs = (self.inputs.hidden(1),), {}
@@ -221,12 +229,8 @@ class ModelTracer:
             if request.role == "attention":
                 step = self.inputs.step(Phase(request.phase), request.block_size, ctx, module)
             part = self._run_part(request.key, module, args, kwargs, ctx, step)
-        self.inputs.space.check()
-        if request.role == "attention" and not any("attention" in op.name for op in part.ops):
-            raise UnsupportedModelError(
-                f"{self.config.model_id}: {type(region.module).__name__} does not attend through Transformers' "
-                "attention interface."
-            )
+            if request.role == "attention":
+                _attends_once(type(region.module).__name__, part)
         return replace(part, params=tuple(sharder.params.values()))
 
     def _region(self, role: str, name: str) -> Region:
@@ -266,6 +270,15 @@ class ModelTracer:
         )
 
 
+def _attends_once(what: str, part: Part) -> None:
+    """Refuse a module that attends past our function, or more than once: each call would write the same KV cache."""
+    calls = sum(op.name in _ATTENTION for op in part.ops)
+    if calls == 0:
+        raise UnsupportedModelError(f"{what} does not attend through Transformers' attention interface.")
+    if calls > 1:
+        raise UnsupportedModelError(f"{what} attends {calls} times in a step; one attention per layer is modelled.")
+
+
 def skipping(anatomy: Anatomy, kept: Iterable[int], tuples: list[bool]) -> dict[str, nn.Module]:
     """Stand-ins for all layers but the ``kept`` ones; see :class:`SkippedLayer`."""
     wanted = frozenset(kept)
@@ -285,23 +298,6 @@ def bracket(layer: nn.Module, index: int, recorder: Recorder, tuples: list[bool]
         return output
 
     wrap_forward(layer, forward)
-
-
-class _PlainErrors:
-    """Turns what torch or Transformers raise while tracing into one sentence."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, MsModelingError) or not isinstance(error, Exception):
-            return
-        raise UnsupportedModelError(
-            f"{self._config.model_id} ({self._config.model_type}) cannot be traced: {one_line(error)}"
-        ) from error
 
 
 def _find_groups(anatomy: Anatomy) -> tuple[dict[int, tuple[int, ...]], dict[str, list[int]]]:

@@ -374,7 +374,6 @@ def test_facts_agree_with_transformers(name: str, tmp_path: Path) -> None:
         ({"kv_lora_rank": 512}, "need qk_nope_head_dim"),
         ({"architectures": ["BertModel"]}, "not the config of a causal language model .*BertModel"),
         ({"architectures": ["T5ForConditionalGeneration"]}, "not the config of a causal language model"),
-        ({"is_encoder_decoder": True}, "not the config of a causal language model"),
         ({"layer_types": ["full_attention"]}, "one entry for each of 4 layers; found 1"),
         ({"layer_types": "full"}, "field layer_types: found 'full'; allowed is a list"),
         ({**EXPERTS, "first_k_dense_replace": "x"}, "field first_k_dense_replace: found 'x'"),
@@ -409,6 +408,9 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, message: str) -> No
         ({"compress_ratios": [0]}, "compressed KV cache"),
         ({"global_head_dim": 512}, "head sizes that differ"),
         ({"attention_chunk_size": 8192}, "attention in chunks"),
+        ({"layer_types": ["full_attention", "mlp"] * 2}, "layers of type mlp are not modelled yet; those of type .*are"),
+        ({"is_encoder_decoder": True}, "encoder-decoder model .* only models that are a decoder alone"),
+        ({"num_attention_heads": None}, "without attention .* needs its number of heads"),
     ],
 )
 def test_what_is_not_modelled_is_said_in_a_sentence(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
