@@ -30,6 +30,8 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+#: Draft modules of other kinds (MiniMax-M2, Medusa heads): where their weights and passes differ is not known here.
+_OTHER_MTP = ("num_mtp_modules", "medusa_num_heads")
 #: The same for whoever writes a config: field of ``ModelConfig`` -> the names that configs give it.
 SIZE_NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": _HIDDEN,
@@ -120,7 +122,11 @@ def read_facts(config: Config, where: str) -> dict[str, Any]:
     reader = _Reader(config, where)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigError(f"{where}: field model_type: found {model_type!r}; allowed is the name of an architecture")
+        found = "it is missing" if "model_type" not in config else f"found {model_type!r}"
+        raise ConfigError(
+            f'{where}: field model_type: {found}; allowed is the name of an architecture, such as "llama" '
+            "(docs/models.md lists them)"
+        )
     _refuse_unknown_layers(config, model_type)
     layers = reader.size(_LAYERS)
     # Some configs list sizes of experts that a switch turns off.
@@ -142,6 +148,12 @@ def read_facts(config: Config, where: str) -> dict[str, Any]:
     facts |= _indexer(config, layers, reader) if facts["attention"] == "dsa" else {"indexer_layers": (False,) * layers}
     facts |= _experts(config, model_type, experts, facts["moe_layers"], reader)
     return facts
+
+
+def no_drafts(config: Config) -> str:
+    """Of a model without draft modules that are modelled: whether it has none, or others; a clause without subject."""
+    others = ", ".join(f"{name} {config[name]}" for name in _OTHER_MTP if config.get(name))
+    return f"has draft modules of a kind that is not modelled ({others})" if others else "has none"
 
 
 class _Reader:
@@ -221,7 +233,9 @@ def _refuse_unknown_layers(config: Config, model_type: str) -> None:
         raise UnsupportedModelError(f"{model_type}: {what} keep a state instead of a KV cache; not modelled yet")
     if "compress_ratios" in config:
         raise UnsupportedModelError(f"{model_type}: attention over a compressed KV cache is not modelled yet")
-    if "global_head_dim" in config or config.get("num_kv_shared_layers"):
+    overrides = config.get("per_layer_config")
+    own_heads = isinstance(overrides, Mapping) and any("head" in key for entry in overrides.values() for key in entry)
+    if "global_head_dim" in config or config.get("num_kv_shared_layers") or own_heads:
         raise UnsupportedModelError(f"{model_type}: head sizes that differ between layers are not modelled yet")
     if model_type.startswith("llama4") or config.get("attention_chunk_size"):
         raise UnsupportedModelError(f"{model_type}: attention in chunks is not modelled yet")

@@ -20,12 +20,12 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tensor_cast.errors import ConfigError, UnsupportedModelError
+from tensor_cast.hf_agreement import check_agreement
+from tensor_cast.hf_families import ALIASES, UnknownFamilyError
 from tensor_cast.layers.attention import IMPLEMENTATION, attention_forward
 from tensor_cast.layers.moe import experts_forward
 from tensor_cast.model_config import AttentionKind, ModelConfig
 
-#: Types that Transformers does not map but that are, weight for weight, one that it does.
-ALIASES = {"kimi_k2": "deepseek_v3"}
 #: Layers of a model that is built at most. Transformers makes each of them, some four milliseconds a piece.
 MAX_LAYERS = 2000
 
@@ -39,7 +39,7 @@ def hf_config(model: ModelConfig) -> Any:
 
     Raises:
         UnsupportedModelError: a type that cannot be traced.
-        ConfigError: the configuration cannot be read.
+        ConfigError: the configuration cannot be read, or leaves out what we and Transformers fill in differently.
     """
     values = json.loads(model.hf_config)
     if model.attention is AttentionKind.DSA:
@@ -54,7 +54,7 @@ def hf_config(model: ModelConfig) -> Any:
     kind = ALIASES.get(values.get("model_type", model.model_type), values.get("model_type", model.model_type))
     if kind not in CONFIG_MAPPING:
         remote = " (its code comes with the checkpoint, and remote code is never run)" if "auto_map" in values else ""
-        raise UnsupportedModelError(f"model type {kind!r} of {model.model_id} is not known to Transformers{remote}.")
+        raise UnknownFamilyError(model.model_id, kind, remote)
     for key in ("auto_map", "quantization_config", "model_type"):
         values.pop(key, None)
     if model.attention is AttentionKind.GQA:
@@ -71,6 +71,7 @@ def hf_config(model: ModelConfig) -> Any:
             f"{model.model_id}: Transformers has no causal language model of type {kind!r} on its own, so it cannot be "
             "traced; docs/models.md lists the families that can."
         )
+    check_agreement(model, json.loads(model.hf_config), config.to_dict())
     return config
 
 
