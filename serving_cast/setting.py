@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,7 @@ from tensor_cast.engine.kv_formats import resolve_kv_format
 from tensor_cast.engine.limits import step_limits
 from tensor_cast.engine.profile import EngineProfile
 from tensor_cast.errors import ConfigError, LegalityError
+from tensor_cast.hf_config import no_drafts
 from tensor_cast.model_catalog import load_model_config
 from tensor_cast.model_config import ModelConfig
 from tensor_cast.pipeline_partition import AUTO, parse_partition
@@ -93,7 +95,8 @@ def make_setting(config: OptimizerConfig, device_name: str) -> Setting:
     semantics = config.dcp_semantics or engine.dcp_semantics
     get_semantics(semantics)  # an unknown name is an error here, not in the first layout
     if config.workload.num_mtp_tokens and not model.num_nextn_predict_layers:
-        raise ConfigError(f"{model.model_id} has no MTP weights; leave out --num-mtp-tokens")
+        has = no_drafts(json.loads(model.hf_config))
+        raise ConfigError(f"--num-mtp-tokens needs draft (MTP) weights; {model.model_id} {has}; leave the option out")
     _check_partition(config, model)
     low = config.space.batch_range[0] if config.space.batch_range else 1
     limits = step_limits(engine, device)

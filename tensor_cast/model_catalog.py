@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tensor_cast.config_files import config_root, read_yaml
-from tensor_cast.errors import ConfigError, UnknownNameError
+from tensor_cast.errors import ConfigError, MsModelingError, UnknownNameError
 from tensor_cast.hf_config import read_facts, text_config
+from tensor_cast.hf_families import UnknownFamilyError, known_families
 from tensor_cast.model_config import AttentionKind, ModelConfig
 
 __all__ = ["describe", "load_model_config", "model_names"]
@@ -120,9 +121,17 @@ def describe(config: Mapping[str, Any], model_id: str, where: str) -> ModelConfi
         where: name of the file, for messages.
 
     Raises:
-        ConfigError, UnsupportedModelError: see :func:`~tensor_cast.hf_config.read_facts`.
+        ConfigError, UnsupportedModelError: see :func:`~tensor_cast.hf_config.read_facts`; what cannot be read of an
+            architecture that Transformers does not know is an :class:`~tensor_cast.hf_families.UnknownFamilyError`.
     """
-    facts = read_facts(config, where)
+    try:
+        facts = read_facts(config, where)
+    except MsModelingError as error:
+        # A wrong name explains whatever else does not fit.
+        family = config.get("model_type")
+        if isinstance(family, str) and family and family not in (known_families() or (family,)):
+            raise UnknownFamilyError(where, family, f" ({str(error).removeprefix(f'{where}: ')})") from error
+        raise
     facts["attention"] = AttentionKind(facts["attention"])
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return ModelConfig(

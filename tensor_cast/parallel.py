@@ -7,11 +7,13 @@ TP group, an expert group spans the tp * dp ranks of one pipeline stage.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
 from tensor_cast.engine.dcp import get_semantics
 from tensor_cast.errors import LegalityError
+from tensor_cast.hf_config import no_drafts
 from tensor_cast.ir.record import Phase
 from tensor_cast.model_config import AttentionKind, ModelConfig, ParallelConfig
 from tensor_cast.units import round_up
@@ -116,8 +118,8 @@ def violations(
         found.append(
             LegalityError(
                 "mtp.weights",
-                "a model with multi-token-prediction weights",
-                f"num_mtp_tokens {num_mtp_tokens}, {model.model_id} has none",
+                "a model with multi-token-prediction weights (num_nextn_predict_layers)",
+                f"num_mtp_tokens {num_mtp_tokens}, {model.model_id} {no_drafts(json.loads(model.hf_config))}",
                 "set num_mtp_tokens to 0",
             )
         )

@@ -106,7 +106,7 @@ def test_a_model_that_cannot_be_run_is_one_sentence(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = run("verify", tmp_path)
     assert result.code == 2
-    assert "not known to Transformers" in result.err
+    assert "knows no model_type" in result.err
     assert len(result.err.strip().splitlines()) == 1
 
 

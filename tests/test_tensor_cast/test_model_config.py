@@ -365,7 +365,7 @@ def test_facts_agree_with_transformers(name: str, tmp_path: Path) -> None:
         ({"num_hidden_layers": "4"}, "field num_hidden_layers: found '4'"),
         ({"num_attention_heads": True}, "field num_attention_heads: found True"),
         ({"vocab_size": None}, "need vocab_size"),
-        ({"model_type": None}, "field model_type: found None"),
+        ({"model_type": None}, "field model_type: it is missing"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads; found 8 and 3"),
         ({"hidden_size": 65}, "without head_dim, hidden_size must be a multiple"),
         ({"intermediate_size": None}, "need intermediate_size"),
