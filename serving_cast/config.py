@@ -234,6 +234,8 @@ class OptimizerConfig:
         devices: device names; each is searched on its own with ``num_devices`` of it.
         limits: one scenario for each entry and device.
         max_batched_tokens: token budget of a step.
+        max_concurrency: most requests in flight over all devices: of all ranks, replicas and batches of a pipeline;
+            None is no bound. Prefill and decode instances of a disaggregated search each keep it on their own.
         max_model_len: tokens of the longest request that the engine is started for, which sizes buffers of its kernels;
             None is the workload's with its draft tokens.
         gpu_memory_utilization: share of usable memory that the engine takes.
@@ -265,6 +267,7 @@ class OptimizerConfig:
     quantize_attention_action: str | None = None
     reserved_memory_gb: float = 0.0
     max_batched_tokens: int | None = None
+    max_concurrency: int | None = None
     max_model_len: int | None = None
     gpu_memory_utilization: float | None = None
     pp_layer_partition: str | None = None
@@ -284,6 +287,7 @@ class OptimizerConfig:
             "block_size",
             "cp_kv_cache_interleave_size",
             "max_batched_tokens",
+            "max_concurrency",
             "max_model_len",
             "prefill_devices_per_instance",
             "decode_devices_per_instance",
@@ -303,13 +307,21 @@ class OptimizerConfig:
         if not (math.isfinite(self.reserved_memory_gb) and self.reserved_memory_gb >= 0):
             raise ConfigError(f"--reserved-memory-gb must be 0 or more, found {self.reserved_memory_gb:g}")
         if self.pp_layer_partition is not None and max(self.space.pp) == 1:
-            raise ConfigError("--pp-layer-partition needs stages to divide the layers over; add --pp-sizes 2 or more")
+            raise ConfigError(
+                f"--pp-layer-partition {self.pp_layer_partition} needs stages to divide the layers over; add "
+                "--pp-sizes 2 or more (1,2 to compare with no pipeline)"
+            )
         if self.pp_extra_batches is not None:
             _require_count("--pp-extra-batches", self.pp_extra_batches, least=0)
         if self.dsa_split is not None:
             object.__setattr__(self, "dsa_split", parse_dsa_split(self.dsa_split))
         if not self.devices or not self.limits:
             raise ConfigError("a search needs at least one device and one set of limits")
+        if self.mode is Mode.PD_RATIO and self.max_concurrency is not None:
+            raise ConfigError(
+                "--max-concurrency does not go with --enable-optimize-prefill-decode-ratio, which looks for the "
+                "numbers of instances; bound the batch of an instance with --batch-range"
+            )
         wanted = (self.prefill_devices_per_instance or 1) + (self.decode_devices_per_instance or 1)
         if self.mode is Mode.PD_RATIO and wanted > self.num_devices:
             raise ConfigError(

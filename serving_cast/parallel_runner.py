@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 
 from serving_cast.config import Limits, Mode, OptimizerConfig, ParallelConfig
 from serving_cast.service.layout_costs import CostsFactory, Grid, LayoutCosts, TracedCostsFactory
-from serving_cast.service.layout_sizes import layout_sizes
+from serving_cast.service.layout_sizes import broken_rules, layout_sizes
 from serving_cast.service.optimizer_summary import FailedSummary, OptimizerSummary, Summary
 from serving_cast.service.pareto import pareto_rows
 from serving_cast.service.pd_ratio import best_ratio, transfer_seconds
 from serving_cast.service.points import LayoutMemory, LayoutPoints, PipelineView, StagedMemory
+from serving_cast.service.remedies import advise
 from serving_cast.service.rows import Rejection, Row
 from serving_cast.service.search import choose, merit, nearest
 from serving_cast.service.staged_costs import StagedCosts
@@ -28,7 +30,6 @@ from serving_cast.setting import Setting, make_setting
 from tensor_cast.engine.kv_cache import indexer_layers
 from tensor_cast.errors import LegalityError, MsModelingError
 from tensor_cast.ir.record import Phase
-from tensor_cast.parallel import violations
 from tensor_cast.pipeline_partition import (
     AUTO,
     Partition,
@@ -94,20 +95,7 @@ class ParallelRunner:
         if phase is Phase.PREFILL:
             sizes = {**sizes, "dcp_size": 1}
         parallel = self._sized(sizes)
-        s = self.setting
-        broken = violations(
-            s.model,
-            parallel.to_tensor_cast(),
-            dcp_semantics=s.dcp_semantics,
-            block_size=s.block_size,
-            quant_block=s.quant.block,
-            num_mtp_tokens=s.workload.num_mtp_tokens,
-            phase=phase,
-            num_devices=self.config.num_devices,
-            free_experts=s.engine.moe_data_parallel,
-            kv_transfer=self.config.mode is not Mode.AGGREGATED,
-        )
-        if broken:
+        if broken := broken_rules(self.setting, parallel, phase):
             raise broken[0]
         return replace(parallel, pp_layer_partition=self._partition(parallel.pp_size))
 
@@ -183,7 +171,8 @@ class ParallelRunner:
         asked = None if phase == "prefill" else self.config.space.batch_range
         low, high = asked or (1, s.budget)
         per_request = workload.new_input_tokens if phase == "prefill" else workload.query_length
-        high = min(high, int(s.budget // per_request), s.max_num_seqs or high)
+        most = self.config.max_concurrency or high
+        high = min(high, int(s.budget // per_request), s.max_num_seqs or high, most)
         batches = np.arange(low, max(low, high) + 1, dtype=np.int64)
         return batches, GRIDS[phase](workload, s.budget, batches.astype(np.float64))
 
@@ -229,6 +218,8 @@ class ParallelRunner:
             coverage=costs.coverage,
             bound_of=lambda index: costs.bound(grid, index),
             pipeline=pipeline,
+            max_concurrency=self.config.max_concurrency,
+            advice=partial(advise, self.setting, parallel, phase),
         )
 
     def _memory(self, costs: LayoutCosts, grid: Grid, batches: float = 1.0) -> LayoutMemory:
@@ -239,6 +230,7 @@ class ParallelRunner:
             overhead=costs.overhead_bytes,
             activation=costs.activation_bytes(grid),
             kv=costs.pool_bytes(grid, batches),
+            longest=costs.longest_bytes if self.config.max_model_len else 0,
         )
 
     # -- answers ------------------------------------------------------------------------------------------------

@@ -84,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     space.add_argument("--moe-dp-sizes", nargs="+", metavar="SIZE", help="copies of the experts (default 1)")
     space.add_argument("--dcp-sizes", nargs="+", metavar="SIZE", help="decode context parallel: divisors of tp")
     space.add_argument("--batch-range", nargs="+", metavar="SIZE", help="least and most decodes of a rank")
+    space.add_argument(
+        "--max-concurrency",
+        metavar="N",
+        help="most requests in flight at once over all devices: batch * dp * replicas * batches in flight",
+    )
 
     mode = parser.add_argument_group("mode (default: prefill and decode share each instance)")
     mode.add_argument("--disagg", action="store_true", help="search prefill and decode instances on their own")
@@ -176,6 +181,7 @@ def config_of(args: argparse.Namespace) -> OptimizerConfig:
         quantize_attention_action=args.quantize_attention_action,
         reserved_memory_gb=_one(args, "reserved_memory_gb", float),
         max_batched_tokens=_maybe(args, "max_batched_tokens", int),
+        max_concurrency=_maybe(args, "max_concurrency", int),
         max_model_len=_maybe(args, "max_model_len", int),
         gpu_memory_utilization=_maybe(args, "gpu_memory_utilization", float),
         pp_layer_partition=args.pp_layer_partition,
@@ -329,6 +335,7 @@ def _report(file: str, summaries: Sequence[object]) -> None:
             rows = [choice.prefill, choice.decode] if choice else [row for row in best if row is not None]
             write_layout_report(Path(file), summary.setting, rows)
             return
+    sys.stderr.write(f"no report was written to {file}: nothing is feasible\n")
 
 
 class _Progress:

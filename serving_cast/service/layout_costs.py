@@ -93,6 +93,11 @@ class LayoutCosts(Protocol):
         """KV of ``batches`` batches of each size of the grid on one rank, as the engine's pool holds it."""
         ...
 
+    @property
+    def longest_bytes(self) -> int:
+        """Part of the KV pool of one rank that the longest request takes."""
+        ...
+
     def activation_bytes(self, grid: Grid) -> Array:
         """Activation peak for each batch size of the grid."""
         ...
@@ -211,8 +216,12 @@ class TracedCosts:
             pool = self.kv.prompt_bytes(grid.batches * batches, w.input_length)
         else:
             pool = self.kv.pool_bytes(grid.batches * batches, w.total_tokens)
-        longest = self.kv.prompt_bytes(1, self.setting.start_up.max_model_len)
-        return np.asarray(np.maximum(pool, longest), dtype=np.float64)
+        return np.asarray(np.maximum(pool, self.longest_bytes), dtype=np.float64)
+
+    @cached_property
+    def longest_bytes(self) -> int:
+        """Part of the KV pool that the longest request takes while it computes its prompt."""
+        return int(self.kv.prompt_bytes(1, self.setting.start_up.max_model_len))
 
     @cached_property
     def profile_bytes(self) -> int:

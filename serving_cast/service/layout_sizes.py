@@ -1,13 +1,17 @@
-"""Which layouts a search looks at: the sizes that the user listed, and for the other axes what may be any good."""
+"""Which layouts a search looks at (what the user listed, else what may be any good), and what rules they break."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from serving_cast.config import Mode, ParallelConfig
 from serving_cast.service.utils import divisors, resolve_search_sizes
 from serving_cast.setting import Setting
+from tensor_cast.errors import LegalityError
+from tensor_cast.ir.record import Phase
+from tensor_cast.parallel import violations
 
-__all__ = ["layout_sizes"]
+__all__ = ["broken_rules", "layout_sizes"]
 
 
 def layout_sizes(setting: Setting) -> Iterator[dict[str, int]]:
@@ -33,6 +37,22 @@ def layout_sizes(setting: Setting) -> Iterator[dict[str, int]]:
                                 "moe_dp_size": moe_dp,
                                 "dcp_size": dcp,
                             }
+
+
+def broken_rules(setting: Setting, parallel: ParallelConfig, phase: Phase) -> list[LegalityError]:
+    """Every rule that a layout breaks in a phase of the search; empty if it is legal."""
+    return violations(
+        setting.model,
+        parallel.to_tensor_cast(),
+        dcp_semantics=setting.dcp_semantics,
+        block_size=setting.block_size,
+        quant_block=setting.quant.block,
+        num_mtp_tokens=setting.workload.num_mtp_tokens,
+        phase=phase,
+        num_devices=setting.config.num_devices,
+        free_experts=setting.engine.moe_data_parallel,
+        kv_transfer=setting.config.mode is not Mode.AGGREGATED,
+    )
 
 
 def _tp_sizes(setting: Setting) -> tuple[int, ...]:

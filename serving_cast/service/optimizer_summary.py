@@ -118,7 +118,13 @@ class OptimizerSummary:
     def message(self) -> str:
         """One line: nothing while all is well, else what is nearest to feasible and by how much it misses."""
         if self.feasible:
-            notes = (self._idle_note(), self._length_note(), self._unsafe_note(), self._indexer_note())
+            notes = (
+                self._idle_note(),
+                self._length_note(),
+                self._wait_note(),
+                self._unsafe_note(),
+                self._indexer_note(),
+            )
             return "; ".join(note for note in notes if note)
         config = self.setting.config
         where = f"{config.num_devices} x {self.setting.device.name}"
@@ -139,26 +145,53 @@ class OptimizerSummary:
 
     def _unsafe_note(self) -> str:
         """Layouts that compute something else than the model, and why they are listed all the same."""
-        marked = [row for row in self.candidates if row.unsafe_layers]
-        if not marked:
+        row = next((row for row in (*self._best_rows, *self.candidates) if row.unsafe_layers), None)
+        if row is None:
             return ""
-        row = marked[0]
+        layers = _layers(row.unsafe_layers, "reads", "read")
         return (
-            f"UNSAFE: in {row.parallel} with partition {spell(row.pp_layer_partition or ())} the layers "
-            f"{spell(row.unsafe_layers)} read "
-            "top-k indices never written on their stage; its outputs are wrong, it is priced as --dsa-split unsafe asks"
+            f"UNSAFE: {self._where(row)}{layers} top-k indices never written on their stage; its outputs are wrong, it "
+            "is priced as --dsa-split unsafe asks"
         )
 
     def _indexer_note(self) -> str:
-        """Layers that were given an indexer that the model does not have there."""
-        marked = [row for row in self.candidates if row.own_indexer_layers]
-        if not marked:
+        """Layers that were given an indexer, in the answer or a row shown below it."""
+        shown = (*self._best_rows, *self.candidates[: self.setting.config.top])
+        row = next((row for row in shown if row.own_indexer_layers), None)
+        if row is None:
             return ""
-        row = marked[0]
-        return (
-            f"in {row.parallel} with partition {spell(row.pp_layer_partition or ())} the layers "
-            f"{spell(row.own_indexer_layers)} get an indexer of their own, as --dsa-split self-compute asks"
-        )
+        layers = _layers(row.own_indexer_layers, "gets", "get")
+        whose = "its" if len(row.own_indexer_layers) == 1 else "their"
+        return f"{self._where(row)}{layers} an indexer of {whose} own, as --dsa-split self-compute asks"
+
+    @property
+    def _best_rows(self) -> tuple[Row, ...]:
+        """The rows of the answer."""
+        if self.choice is not None:
+            return self.choice.prefill, self.choice.decode
+        return tuple(row for row in map(self.best_of, self.phases) if row is not None)
+
+    def _where(self, row: Row) -> str:
+        """Which row a note speaks of; nothing where it is the only one of the answer."""
+        if self._best_rows == (row,):
+            return ""
+        return f"in {row.parallel} with partition {spell(row.pp_layer_partition or ())} "
+
+    def _wait_note(self) -> str:
+        """Requests that wait longer for their first token than all of them then take, where no limit was set on it.
+
+        By Little's law more of them wait than decode then.
+        """
+        w = self.setting.workload
+        for row in self._best_rows:
+            if self.limits.ttft_ms is None and row.ttft_ms is not None and row.tpot_ms is not None:
+                decoding = row.tpot_ms * w.output_length
+                if row.ttft_ms > decoding:
+                    return (
+                        f"TTFT {row.ttft_ms / 1e3:,.3g} s exceeds the {decoding / 1e3:,.3g} s in which the "
+                        f"{w.output_length:,} tokens then come: more requests wait than decode; --ttft-limit bounds it"
+                    )
+        return ""
 
     def _length_note(self) -> str:
         total, longest = self.setting.workload.total_tokens, self.setting.model.max_position_embeddings
@@ -213,11 +246,16 @@ class FailedSummary:
 Summary = OptimizerSummary | FailedSummary
 
 
+def _layers(layers: Sequence[int], one: str, several: str) -> str:
+    """``layer 41 gets`` or ``layers 40,41 get``."""
+    return f"layer {spell(layers)} {one}" if len(layers) == 1 else f"layers {spell(layers)} {several}"
+
+
 def _cell(value: Any) -> Any:
     """Lists as CSV has them: numbers as options take them, objects as JSON."""
-    if not isinstance(value, list):
-        return value
-    return spell(value) if all(isinstance(item, int) for item in value) else json.dumps(value)
+    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        return spell(value)
+    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def document(summaries: Sequence[Summary]) -> dict[str, Any]:

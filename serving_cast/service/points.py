@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving_cast.config import Limits, ParallelConfig
+from serving_cast.service.remedies import Advice
 from serving_cast.service.rows import Row, StageRow
 from serving_cast.service.steady_state import SteadyState
 from serving_cast.service.utils import format_parallel_label
 from tensor_cast.ir.index_sharing import Handover
-from tensor_cast.performance_model.pipeline import Flow
+from tensor_cast.performance_model.pipeline import CAUSES, Flow
 from tensor_cast.units import GIB, MS
 
 __all__ = ["LayoutMemory", "LayoutPoints", "PipelineView", "StagedMemory"]
@@ -28,6 +29,8 @@ class LayoutMemory:
 
     Args:
         available: what the engine may use.
+        longest: KV of the longest request that the engine is started for, which ``kv`` never falls below; 0 where that
+            is the workload's.
         overhead: outside the allocator, buffers of kernels, captured graphs, reserved memory, the null block.
     """
 
@@ -36,6 +39,7 @@ class LayoutMemory:
     overhead: float
     activation: Array
     kv: Array
+    longest: float = 0.0
 
     @cached_property
     def total(self) -> Array:
@@ -81,6 +85,14 @@ class PipelineView:
     equivalents: tuple[int, ...]
     handover: Handover
 
+    def cycle_ms(self, index: int) -> float:
+        """Milliseconds from a batch's step to its next, at one batch size."""
+        return _at(self.flow.cycle, index) / MS
+
+    def idle(self, index: int) -> tuple[tuple[str, float], ...]:
+        """Idle share of all stages together by cause, at one batch size."""
+        return tuple((cause, _at(self.flow.bubbles[cause], index)) for cause in CAUSES)
+
     def utilisation(self, index: int) -> float:
         """Mean share of the time that the stages compute, at one batch size."""
         return _at(self.flow.mean_utilisation, index)
@@ -113,6 +125,8 @@ class LayoutPoints:
         coverage: priced share of the ops.
         bound_of: dominating resource of the step at one index.
         pipeline: of a layout with stages.
+        max_concurrency: most requests in flight over all devices; None for no bound.
+        advice: what to change where the layout does not fit.
     """
 
     phase: str
@@ -127,6 +141,25 @@ class LayoutPoints:
     coverage: float
     bound_of: Callable[[int], str]
     pipeline: PipelineView | None = None
+    max_concurrency: int | None = None
+    advice: Callable[[], Advice] = Advice
+
+    @property
+    def batches_in_flight(self) -> int:
+        """Batches under way at once on an instance."""
+        return self.pipeline.batches if self.pipeline else 1
+
+    @cached_property
+    def concurrency(self) -> NDArray[np.int64]:
+        """Requests in flight over all devices."""
+        return self.batches * (self.parallel.dp_size * self.replicas * self.batches_in_flight)
+
+    @cached_property
+    def within_concurrency(self) -> NDArray[np.bool_]:
+        """Where no more requests are in flight than may be."""
+        if self.max_concurrency is None:
+            return np.ones(len(self.batches), dtype=np.bool_)
+        return self.concurrency <= self.max_concurrency
 
     def memory_at(self, index: int) -> LayoutMemory:
         """Memory of the rank, or of the fullest stage at one batch size."""
@@ -134,8 +167,8 @@ class LayoutPoints:
 
     @cached_property
     def possible(self) -> NDArray[np.bool_]:
-        """Batch sizes that fit memory and token budget, whatever the limits."""
-        return self.state.within_budget & self.memory.fits
+        """Batch sizes that fit memory, token budget and concurrency, whatever the limits."""
+        return self.state.within_budget & self.memory.fits & self.within_concurrency
 
     def misses(self, limits: Limits) -> Array:
         """Times over the worse of the two limits for each batch size; at most 1 where both are kept."""
@@ -155,7 +188,7 @@ class LayoutPoints:
         ranks = self.parallel.dp_size * replicas
         batch = int(self.batches[index])
         state, memory, pipeline = self.state, self.memory_at(index), self.pipeline
-        flight = pipeline.batches if pipeline else 1
+        flight = self.batches_in_flight
         handover = pipeline.handover if pipeline else Handover()
         tokens = float(state.tokens_per_second[index]) * ranks
         tpot = None if state.tpot is None else float(state.tpot[index])
@@ -186,7 +219,9 @@ class LayoutPoints:
             bound=self.bound_of(index),
             pp_layer_partition=self.parallel.pp_layer_partition or None,
             batches_in_flight=flight,
+            cycle_ms=None if pipeline is None else pipeline.cycle_ms(index),
             pp_utilization=None if pipeline is None else pipeline.utilisation(index),
+            pp_idle=None if pipeline is None else pipeline.idle(index),
             unsafe_layers=handover.unsafe,
             own_indexer_layers=handover.own_indexers,
             stages=None if pipeline is None else pipeline.stages(index),

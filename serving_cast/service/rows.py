@@ -20,8 +20,8 @@ class StageRow:
         stage: its number, from 0.
         layers: decoder layers.
         layer_equivalents: the same with the draft layer counted once for each of its passes.
-        slot_ms: mean milliseconds for which one batch takes the stage, the transfer that it waits for included; the
-            stage with the longest slot is the straggler.
+        slot_ms: milliseconds for which one batch takes the stage, the transfer that it waits for included: the mean
+            over steps with and without a prompt's chunk; the stage with the longest slot is the straggler.
         busy: share of the time that it computes.
     """
 
@@ -48,7 +48,11 @@ class Row:
         pp_layer_partition: layers of each pipeline stage; None without stages. The memory of a row is that of the
             fullest stage.
         batches_in_flight: batches of ``batch_size`` that are under way at once, one without a pipeline.
+        cycle_ms: of a pipeline, milliseconds from a batch's step to its next: TPOT times the tokens of a step. None
+            without stages.
         pp_utilization: mean share of the time that the stages compute; None without stages.
+        pp_idle: (cause, share of the time that the stages idle for it); with ``pp_utilization`` they add up to 1. None
+            without stages.
         unsafe_layers: layers of sparse attention that read top-k indices never written on their stage.
         own_indexer_layers: layers given an indexer so that they need none of those indices.
         stages: of a pipeline, one entry for each stage; None without.
@@ -85,7 +89,9 @@ class Row:
     bound: str
     pp_layer_partition: tuple[int, ...] | None = None
     batches_in_flight: int = 1
+    cycle_ms: float | None = None
     pp_utilization: float | None = None
+    pp_idle: tuple[tuple[str, float], ...] | None = None
     unsafe_layers: tuple[int, ...] = ()
     own_indexer_layers: tuple[int, ...] = ()
     stages: tuple[StageRow, ...] | None = None
@@ -94,7 +100,10 @@ class Row:
         """The row as a JSON object."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return values | {"stages": None if self.stages is None else [asdict(stage) for stage in self.stages]}
+        return values | {
+            "pp_idle": None if self.pp_idle is None else dict(self.pp_idle),
+            "stages": None if self.stages is None else [asdict(stage) for stage in self.stages],
+        }
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,11 @@ def choose(points: LayoutPoints, limits: Limits) -> int | Rejection:
     possible = np.flatnonzero(points.possible)
     if possible.size:
         return _limit_rejection(points, limits, possible)
-    if points.memory.fits.any():
-        return _budget_rejection(points)
-    return _memory_rejection(points)
+    if not points.memory.fits.any():
+        return _memory_rejection(points)
+    if not points.within_concurrency.any():
+        return _concurrency_rejection(points)
+    return _budget_rejection(points)
 
 
 def merit(row: Row) -> tuple[Any, ...]:
@@ -54,7 +56,7 @@ def nearest(rejections: Iterable[Rejection]) -> Rejection | None:
 
 
 #: How far a kind of rule is from feasible; what is not listed is a rule of legality.
-_DISTANCE = {"ttft": 0, "tpot": 0, "tokens": 1, "memory": 2}
+_DISTANCE = {"ttft": 0, "tpot": 0, "tokens": 1, "workload": 1, "memory": 2}
 
 
 _LIMIT_REMEDIES = {
@@ -101,21 +103,50 @@ def _budget_rejection(points: LayoutPoints) -> Rejection:
     )
 
 
+def _concurrency_rejection(points: LayoutPoints) -> Rejection:
+    """Even the smallest batch puts more requests in flight than there may be: tell what they are made of."""
+    least, most = int(points.concurrency[0]), points.max_concurrency
+    assert most is not None
+    factors = {
+        "batch": int(points.batches[0]),
+        "dp": points.parallel.dp_size,
+        "replicas": points.replicas,
+        "batches in flight": points.batches_in_flight,
+    }
+    # A batch of several is the smallest only where --batch-range says so.
+    remedies = {
+        "batch": "lower --batch-range",
+        "dp": "use less dp",
+        "replicas": "use more tp for fewer replicas",
+        "batches in flight": "use fewer stages",
+    }
+    ways = [f"raise --max-concurrency to {least}", *(remedies[name] for name, size in factors.items() if size > 1)]
+    return Rejection(
+        points.parallel,
+        points.phase,
+        "workload.concurrency",
+        need=f"at most {most} requests in flight (--max-concurrency)",
+        have=f"{least}: " + " x ".join(f"{name} {size}" for name, size in factors.items() if size > 1),
+        remedy=", or ".join(ways),
+        excess=least / most,
+    )
+
+
 def _memory_rejection(points: LayoutPoints) -> Rejection:
     """The smallest batch does not fit: name what is too much, weights before activations before KV."""
     memory = points.memory_at(0)
     stage = "" if isinstance(points.memory, LayoutMemory) else f" on stage {points.memory.fullest(0)}"
     fixed = memory.weights + memory.overhead + float(memory.activation[0])
-    batch = int(points.batches[0])
+    advice, total = points.advice(), float(memory.total[0])
+    if memory.longest and float(memory.kv[0]) <= memory.longest:
+        one = f"room for one request of {advice.longest_tokens:,} tokens (--max-model-len): memory with its KV"
+        cache = ("memory.longest_request", one, total, advice.longest)
+    else:
+        cache = ("memory.kv_cache", f"memory with the KV of batch {points.batches[0]}", total, advice.kv)
     stages = (
-        ("memory.weights", "weights", memory.weights, "use more tp or ep, or a smaller weight format"),
-        ("memory.activation", "weights, overhead and activations", fixed, "lower --max-batched-tokens, or use more tp"),
-        (
-            "memory.kv_cache",
-            f"memory with the KV of batch {batch}",
-            float(memory.total[0]),
-            "use more tp or dcp, or a smaller KV format",
-        ),
+        ("memory.weights", "weights", memory.weights, advice.weights),
+        ("memory.activation", "weights, overhead and activations", fixed, advice.activation),
+        cache,
     )
     rule, name, size, remedy = next((s for s in stages if s[2] > memory.available), stages[-1])
     return Rejection(

@@ -18,6 +18,9 @@ __all__ = ["renderables"]
 _PARETO_ROWS = 10
 _REJECTION_ROWS = 8
 _EXAMPLES = 3
+#: Causes of idle time on the line of the best row, each with a share that does not print as 0 %.
+_CAUSES = 2
+_LEAST_SHARE = 0.005
 
 
 def renderables(summary: Summary, width: int) -> list[Table | Text]:
@@ -53,6 +56,8 @@ def _header(summary: OptimizerSummary) -> list[Text]:
         if value is not None
     ]
     work = f"{w.input_length} in, {w.output_length} out"
+    if c.max_concurrency is not None:
+        work += f", at most {c.max_concurrency} requests in flight"
     if w.prefix_cache_hit_rate:
         work += f", {100 * w.prefix_cache_hit_rate:g} % of the prompt cached"
     if w.num_mtp_tokens:
@@ -115,7 +120,11 @@ def _stage_lines(row: Row) -> list[str]:
     equivalents = each(stage.layer_equivalents for stage in stages)
     counted = f" ({equivalents} with each draft pass counted)" if equivalents != layers else ""
     slots, busy = each(f"{stage.slot_ms:,.2f}" for stage in stages), each(f"{stage.busy:.0%}" for stage in stages)
-    return [f"its stages: {layers} layers{counted}, {slots} ms for a batch, busy {busy} of the time"]
+    causes = sorted(row.pp_idle or (), key=lambda cause: -cause[1])
+    idle = ", ".join(f"{name} {share:.0%}" for name, share in causes[:_CAUSES] if share >= _LEAST_SHARE)
+    why = f"; idle for {idle}" if idle else ""
+    time = f"{slots} ms for a batch, busy {busy} of a cycle of {row.cycle_ms:,.2f} ms{why}"
+    return [f"its stages: {layers} layers{counted}, {time}"]
 
 
 def _best_line(row: Row) -> str:
@@ -147,6 +156,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
     ("weights", lambda row: _number(row.weights_gib, 1), 2),
     ("KV", lambda row: _number(row.kv_cache_size_gb, 2), 2),
     ("activ.", lambda row: _number(row.activation_gib, 2), 3),
+    ("other", lambda row: _number(row.overhead_gib, 2), 3),
     ("total GiB", lambda row: _number(row.memory_total_gib, 1), 1),
     ("of", lambda row: _number(row.memory_available_gib, 1), 4),
     ("bound", lambda row: row.bound, 1),

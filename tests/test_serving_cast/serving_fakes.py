@@ -76,6 +76,10 @@ class FakeCosts:
         tokens = w.total_tokens if Phase.DECODE in self.phases else w.input_length
         return grid.batches * batches * self.kv_bytes(tokens)
 
+    @property
+    def longest_bytes(self) -> int:
+        return 0
+
     def activation_bytes(self, grid: Any) -> Any:
         return np.full(len(grid.batches), 1.0 * GIB)
 
