@@ -71,19 +71,31 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def explain(path: Path | str, error: ValidationError) -> ConfigError:
-    """One line for a file that does not fit its schema: file, field, what was found, what is allowed."""
+    """One line for a file that does not fit its schema: what is missing, what was found and is not allowed.
+
+    A rule over several fields says itself what it found; the whole file is never shown.
+    """
     problems = error.errors(include_url=False)
-    first = problems[0]
-    field = ".".join(str(part) for part in first["loc"]) or "the file"
-    if first["type"] == "missing":
-        text = f"field {field} is missing"
-    elif first["type"] == "extra_forbidden":
-        text = f"field {field} is unknown"
-    else:
+    missing = [_field(problem["loc"]) for problem in problems if problem["type"] == "missing"]
+    others = [problem for problem in problems if problem["type"] != "missing"]
+    texts = []
+    if missing:
+        texts.append(f"field{'s' * (len(missing) > 1)} {', '.join(missing)} {'are' if missing[1:] else 'is'} missing")
+    if others:
+        first, field = others[0], _field(others[0]["loc"])
         allowed = first["msg"].removeprefix("Value error, ")
-        text = f"field {field}: found {_found(first['input'])}; {allowed[:1].lower()}{allowed[1:]}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return ConfigError(f"{path}: {text}{more}")
+        if first["type"] == "extra_forbidden":
+            texts.append(f"field {field} is unknown")
+        elif not first["loc"]:
+            texts.append(allowed)
+        else:
+            texts.append(f"field {field}: found {_found(first['input'])}; {allowed[:1].lower()}{allowed[1:]}")
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    return ConfigError(f"{path}: {'; '.join(texts)}{more}")
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, location))
 
 
 def _found(value: object) -> str:

@@ -28,6 +28,7 @@ _UNITS: dict[str, dict[str, int]] = {
     "a bandwidth": {f"{unit}/s": factor for unit, factor in _BYTES.items()},
     "a compute rate": {f"{p}{unit}": factor for p, factor in _PREFIXES.items() if p for unit in ("FLOP/s", "OP/s")},
 }
+_SUCH_AS = {"a memory size": "80 GiB", "a bandwidth": "3.35 TB/s", "a compute rate": "989 TFLOP/s"}
 _QUANTITY = re.compile(r"\s*([0-9][0-9_.]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
 
 
@@ -35,17 +36,21 @@ def _number(text: str, what: str) -> float:
     match = _QUANTITY.fullmatch(text)
     units = _UNITS[what]
     if match is None or match[2] not in units:
-        raise ValueError(f"{what} is a number with one of the units {', '.join(units)}")
+        raise ValueError(
+            f"{what} is a number above 0 with one of the units {', '.join(units)}, such as {_SUCH_AS[what]}"
+        )
     return float(match[1]) * units[match[2]]
 
 
 def _quantity(what: str) -> Callable[[Any], Any]:
-    """A validator that turns ``{"value": "80 GiB", ...}`` into plain units and leaves everything else alone."""
+    """A validator that turns ``{"value": "80 GiB", ...}`` into plain units; values that are built already pass."""
 
     def convert(raw: Any) -> Any:
-        if isinstance(raw, dict) and isinstance(raw.get("value"), str):
-            return {**raw, "value": _number(raw["value"], what)}
-        return raw
+        if not isinstance(raw, dict) or "value" not in raw:
+            return raw
+        value = raw["value"]
+        # A bare number would be bytes: 4 for 4 TB/s is off by twelve digits, and passes for a slow device.
+        return {**raw, "value": _number(value if isinstance(value, str) else f"{value} without a unit", what)}
 
     return convert
 
@@ -162,6 +167,8 @@ class DeviceProfile(_Frozen):
     class>:<kernel family>"`` to a fit, the more specific key first; ``collectives`` maps each of
     :data:`COLLECTIVES` to one.
 
+    A file may leave out fits that it takes over from another device, see :mod:`tensor_cast.device.catalog`.
+
     ``memory_bytes`` is what the label says, ``usable_memory_bytes`` what an engine finds on an idle device.
     """
 
@@ -182,7 +189,10 @@ class DeviceProfile(_Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.usable_memory_bytes.value > self.memory_bytes.value:
-            raise ValueError("usable_memory_bytes must not exceed memory_bytes")
+            raise ValueError(
+                f"usable_memory_bytes ({self.usable_memory_bytes.value:,.0f}) must not exceed memory_bytes "
+                f"({self.memory_bytes.value:,.0f})"
+            )
         self._check_dtypes()
         self._check_tiers()
         for key in self.kernels:
@@ -196,12 +206,13 @@ class DeviceProfile(_Frozen):
         if missing:
             raise ValueError(f"kernels: no fit for {', '.join(missing)}")
         if set(self.collectives) != set(COLLECTIVES):
-            raise ValueError(f"collectives must be exactly {', '.join(COLLECTIVES)}")
+            found = ", ".join(self.collectives) or "none"
+            raise ValueError(f"collectives must be exactly {', '.join(COLLECTIVES)}; found {found}")
         return self
 
     def _check_dtypes(self) -> None:
         if "bfloat16" not in self.peak_flops:
-            raise ValueError("peak_flops must give a rate for bfloat16")
+            raise ValueError(f"peak_flops must give a rate for bfloat16; found {', '.join(self.peak_flops) or 'none'}")
         for dtype in (*self.peak_flops, *self.emulates):
             if dtype not in BITS:
                 raise ValueError(f"dtype {dtype!r} is unknown; known: {', '.join(BITS)}")
@@ -214,7 +225,9 @@ class DeviceProfile(_Frozen):
     def _check_tiers(self) -> None:
         *inner, outermost = self.tiers
         if outermost.size is not None:
-            raise ValueError("tiers: the outermost tier must have 'size: null' (unbounded)")
+            raise ValueError(
+                f"tiers: the outermost tier must have 'size: null' (unbounded); {outermost.name} has {outermost.size}"
+            )
         previous = 1
         for tier in inner:
             if tier.size is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -45,11 +45,11 @@ class Topology(BaseModel):
             raise ConfigError(
                 f"topology {self.name}: {', '.join(unknown)} is no collective; known: {', '.join(COLLECTIVES)}"
             )
-        fields: dict[str, Any] = device.model_dump()
-        fields |= {
+        fields = {
+            **dict(device),
             "name": f"{device.name}@{self.name}",
-            "tiers": [tier.model_dump() for tier in self.tiers],
-            "collectives": fields["collectives"] | {kind: fit.model_dump() for kind, fit in self.collectives.items()},
+            "tiers": self.tiers,
+            "collectives": {**device.collectives, **self.collectives},
         }
         try:
             return DeviceProfile.model_validate(fields)

@@ -196,10 +196,31 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ({"memory_bandwith": 3}, "field memory_bandwith is unknown"),
         (
             {"memory_bandwidth": {"value": "3.35 TB", "source": "x"}},
-            "field memory_bandwidth: found .*'3.35 TB'.*a bandwidth is a number with one of the units .*TiB/s",
+            "field memory_bandwidth: found .*'3.35 TB'.*a bandwidth is a number above 0 with one of the units .*TiB/s",
         ),
-        ({"memory_bandwidth": {"value": -1, "source": "x"}}, "memory_bandwidth.value: found -1; .*greater than 0"),
-        ({"memory_bandwidth": {"value": 1e12, "source": ""}}, "memory_bandwidth.source: found ''"),
+        ({"memory_bandwidth": {"value": "-1 TB/s", "source": "x"}}, "memory_bandwidth: found .*number above 0"),
+        (
+            {"memory_bandwidth": {"value": "0 TB/s", "source": "x"}},
+            "memory_bandwidth.value: found 0.0; .*greater than 0",
+        ),
+        # 4 B/s would be taken for a device on which a step takes ages.
+        (
+            {"memory_bandwidth": {"value": 4, "source": "x"}},
+            "memory_bandwidth: found .*one of the units .*as 3.35 TB/s",
+        ),
+        ({"memory_bandwidth": {"value": 1e12, "source": "x"}}, "memory_bandwidth: found .*one of the units B/s"),
+        ({"memory_bytes": {"value": 80, "source": "x"}}, "memory_bytes: found .*units B, .*such as 80 GiB"),
+        ({"vector_flops": {"value": 67, "source": "x"}}, "vector_flops: found .*units KFLOP/s"),
+        ({"memory_bandwidth": {"value": "1 TB/s", "source": ""}}, "memory_bandwidth.source: found ''"),
+        (
+            {"vendor": None, "memory_bytes": None, "collectives": None, "emulates": {"int8": 3}, "x": 1},
+            r"fields vendor, memory_bytes, collectives are missing; field emulates.int8: found 3; .* \(and 1 more\)",
+        ),
+        (
+            {"usable_memory_bytes": {"value": "81 GiB", "source": "x"}},
+            r"yaml: usable_memory_bytes \(86,973,087,744\) must not exceed memory_bytes \(85,899,345,920\)$",
+        ),
+        ({"peak_flops": {"float16": {"value": "1 TFLOP/s", "source": "x"}}}, "rate for bfloat16; found float16$"),
         ({"emulates": {"int4": "float64"}}, "emulates.int4: 'float64' has no rate in peak_flops"),
         ({"emulates": {"int8": "bfloat16"}}, "emulates.int8: the device has a rate of its own"),
         ({"tiers": []}, "field tiers"),
@@ -214,6 +235,34 @@ def test_a_broken_file_gives_one_line(tmp_path: Path, changes: dict[str, object]
     text = str(caught.value)
     assert text.startswith(str(path))
     assert "\n" not in text
+
+
+def test_fits_of_a_similar_device_are_taken_over_and_marked(tmp_path: Path) -> None:
+    own = {"gemm": {"floor_s": 1e-6, "compute": 0.5, "memory": 0.5, "source": "mine", "error": 0.1}}
+    device = load_device(str(_own_file(tmp_path, fits_like="h200_sxm", kernels=own, collectives=None)))
+    like = load_device("H200_SXM")
+    assert (device.kernels["gemm"].compute, device.kernels["gemm"].error) == (0.5, 0.1)
+    taken = device.kernels["mla_decode"]
+    assert taken.source == f"taken over from H200_SXM: {like.kernels['mla_decode'].source}"
+    assert taken.error is None
+    assert like.kernels["mla_decode"].error is not None
+    for kind, fit in device.collectives.items():
+        assert fit.alpha_s == like.collectives[kind].alpha_s
+        assert fit.source.startswith("taken over from H200_SXM: ")
+    assert set(device.kernels) == set(like.kernels)
+
+
+@pytest.mark.parametrize("like", ["H900", 3, "other.yaml"])
+def test_fits_are_taken_over_from_an_embedded_device(tmp_path: Path, like: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"field fits_like: found .*; allowed is a device with its own fits: A10, A100_80G"
+    ):
+        load_device(str(_own_file(tmp_path, fits_like=like)))
+
+
+def test_fits_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"field kernels: found \[1\]"):
+        load_device(str(_own_file(tmp_path, fits_like="H200_SXM", kernels=[1])))
 
 
 def test_tiers_must_nest(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_type_without_a_language_model() -> None:
 
 def test_linear_attention_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match="softmax attention"):
-        one(raw("llama", model_type="mamba", state_size=8))
+        one(raw("llama", model_type="mamba", state_size=8, tie_word_embeddings=True))
 
 
 def test_broken_config() -> None:
