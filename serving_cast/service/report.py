@@ -15,14 +15,16 @@ from serving_cast.service.steady_state import GRIDS, AggregatedGrid, PrefillGrid
 from serving_cast.setting import Setting
 from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, timeline_svg, write_report
 from tensor_cast.ir.record import Phase
-from tensor_cast.performance_model.pipeline import CAUSES, Flow, Slot, StageTimes, play
+from tensor_cast.performance_model.pipeline import CAUSES, Flow, Slot, StageTimes, busy_steps, play
 from tensor_cast.pipeline_partition import stage_ranges
 from tensor_cast.units import GIB, MS
 
 __all__ = ["layout_sections", "write_layout_report"]
 
-#: Steps of each batch that the timeline shows.
+#: Steps of each batch that the timeline shows where all are alike.
 _STEPS = 3
+#: Rounds of all batches: before the timeline starts where steps differ, and in it before and after its long step.
+_WARM, _BEFORE, _AFTER = 3, 1, 2
 
 
 def write_layout_report(path: Path, setting: Setting, rows: list[Row]) -> None:
@@ -74,7 +76,7 @@ def _bar(setting: Setting, row: Row, stage: LayoutCosts, label: str, grid: Grid)
     parts = {
         "weights": float(stage.weight_bytes),
         "KV cache": float(stage.pool_bytes(grid, resident)[0]),
-        "activations": float(stage.activation_bytes(grid)[0]),
+        "activation": float(stage.activation_bytes(grid)[0]),
         "graphs and other": stage.overhead_bytes,
     }
     return Bar(label, tuple((name, size / GIB) for name, size in parts.items()), setting.available_bytes / GIB)
@@ -88,22 +90,51 @@ def _timeline(costs: StagedCosts, grid: Grid, row: Row, name: str) -> Section:
         calm, share = pipe.times(grid).at(0), 0.0
         busy = calm
     _, flow = solve_staged(grid, pipe)
-    many = play(calm, busy, share, pipe.batches, _STEPS)
-    end = max(slot.end for slot in many)
+    many, start, end = _stretch(calm, busy, share, pipe.batches)
+    alone = play(calm, calm, [False] * (1 + int((end - start) / calm.latency)), 1)
     rows = [f"stage {i}" for i in range(len(calm.work))]
-    alone = timeline_svg(rows, _blocks(play(calm, busy, 0.0, 1, _STEPS * pipe.batches)), end=end)
     text = (
-        f"Above one batch alone (decodes only), below {pipe.batches} in flight, from the first step on; letters are "
-        "batches, numbers their steps, grey the transfer into a stage. Stage times are those of the priced trace."
+        f"Above one batch alone (no prompts), below {pipe.batches} in flight, {_caption(calm, busy, share)} Letters "
+        "are batches, numbers their steps, grey is the transfer into a stage, blank is idle. Stage times are those of "
+        "the priced trace."
     )
-    if share:
-        text += f" Framed steps carry a chunk of a prompt, as {100 * share:.3g} % of all steps do."
+    pictures = [
+        timeline_svg(rows, _blocks(slots, first), end=end - start) for slots, first in ((alone, 0.0), (many, start))
+    ]
     return Section(
         f"Batches over stages: {name}",
         text,
-        (alone, timeline_svg(rows, _blocks(many), end=end)),
+        tuple(pictures),
         _table(row, calm, flow),
         (f"A batch's step takes {float(np.ravel(flow.cycle)[0]) / MS:.2f} ms in the steady state.",),
+    )
+
+
+def _stretch(calm: StageTimes, busy: StageTimes, share: float, batches: int) -> tuple[list[Slot], float, float]:
+    """(slots, start, end) to draw, in seconds: from empty stages on, or around a step with a chunk if any has one."""
+    if not share:
+        slots = play(calm, calm, [False] * (_STEPS * batches), batches)
+        return slots, 0.0, max(slot.end for slot in slots)
+    first = _WARM * batches
+    long = first + _BEFORE * batches
+    last = long + _AFTER * batches
+    # Early stages are ahead of the last one by the batches in flight: they too are drawn to the end.
+    kinds = busy_steps(share, last + batches + len(calm.work), long)
+    slots = play(calm, busy, kinds, batches)
+    by_step = {(slot.step * batches + slot.batch, slot.stage): slot for slot in slots}
+    start, end = by_step[first, 0].begin, by_step[last, len(calm.work) - 1].end
+    return [slot for slot in slots if slot.end > start and slot.hop_begin < end], start, end
+
+
+def _caption(calm: StageTimes, busy: StageTimes, share: float) -> str:
+    """What the lower timeline starts with, and what its framed steps are."""
+    if not share:
+        return "from the first step on."
+    often = "all steps" if share >= 1 else f"{100 * share:.3g} % of all steps, one in {1 / share:.3g},"
+    return (
+        f"a stretch of the steady state around a framed step. Framed steps carry a chunk of a prompt, as {often} do; "
+        f"they take {float(busy.slot) / MS:.1f} ms of the slowest stage, others {float(calm.slot) / MS:.1f} ms, and "
+        "hold up the batches behind them."
     )
 
 
@@ -130,13 +161,16 @@ def _table(row: Row, calm: StageTimes, flow: Flow) -> tuple[tuple[str, ...], ...
     return (head, *stages, *causes)
 
 
-def _blocks(slots: list[Slot]) -> list[Block]:
+def _blocks(slots: list[Slot], start: float) -> list[Block]:
+    """The slots on a time axis that begins at ``start``, numbered from the first step that shows."""
     out = []
+    numbers = min(slot.step for slot in slots) - 1
     for slot in slots:
-        label = f"{chr(ord('A') + slot.batch % 26)}{slot.step + 1}"
+        label = f"{chr(ord('A') + slot.batch % 26)}{slot.step - numbers}"
         what = "with a chunk of a prompt" if slot.busy else "decode"
-        if slot.begin > slot.hop_begin:
-            out.append(Block(slot.stage, slot.hop_begin, slot.begin, -1, "", f"{label}: transfer"))
+        since, begin = max(0.0, slot.hop_begin - start), max(0.0, slot.begin - start)
+        if begin > since:
+            out.append(Block(slot.stage, since, begin, -1, "", f"{label}: transfer"))
         detail = f"{label} on stage {slot.stage}, {what}: {(slot.end - slot.begin) / MS:.3f} ms"
-        out.append(Block(slot.stage, slot.begin, slot.end, slot.batch, label, detail, slot.busy))
+        out.append(Block(slot.stage, begin, slot.end - start, slot.batch, label, detail, slot.busy))
     return out

@@ -17,6 +17,16 @@ __all__ = ["Bar", "Block", "Section", "memory_svg", "render_page", "timeline_svg
 #: Colours that stay apart for colour-blind readers (Okabe and Ito), in the order in which they are given out.
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999933", "#882255")
 _GREY = "#9a9a9a"
+#: Parts of memory have one colour each in every report; parts of other names take what is left.
+_PARTS = {
+    "weights": PALETTE[0],
+    "KV cache": PALETTE[1],
+    "activation": PALETTE[2],
+    "graphs": PALETTE[3],
+    "graphs and other": PALETTE[3],
+    "non-torch": PALETTE[4],
+    "KV idle": PALETTE[5],
+}
 
 _WIDTH, _LEFT, _RIGHT = 960, 150, 130
 
@@ -37,7 +47,7 @@ class Bar:
 
     Args:
         label: what stands before it.
-        parts: (name, GiB) from the left; equal names have one colour in all bars.
+        parts: (name, GiB) from the left; equal names have one colour in all bars of all reports.
         budget: GiB that it may fill.
     """
 
@@ -87,7 +97,9 @@ class Section:
 def memory_svg(bars: Sequence[Bar]) -> str:
     """Stacked horizontal bars on one scale, each with its budget as a dashed line."""
     names = list(dict.fromkeys(name for bar in bars for name, _ in bar.parts))
-    colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    others = [name for name in names if name not in _PARTS]
+    spare = [colour for colour in PALETTE if colour not in _PARTS.values()]
+    colours = {name: _PARTS.get(name) or spare[others.index(name) % len(spare)] for name in names}
     most = max([1e-9, *(max(bar.total, bar.budget) for bar in bars)])
     scale = (_WIDTH - _LEFT - _RIGHT) / most
     height = 40 + 34 * len(bars)

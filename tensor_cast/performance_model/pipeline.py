@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from math import floor
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,17 @@ from numpy.typing import NDArray
 
 from tensor_cast.ir.expr import Num
 
-__all__ = ["CAUSES", "Flow", "Slot", "StageTimes", "mixed_flow", "play", "prefill_seconds", "steady_flow"]
+__all__ = [
+    "CAUSES",
+    "Flow",
+    "Slot",
+    "StageTimes",
+    "busy_steps",
+    "mixed_flow",
+    "play",
+    "prefill_seconds",
+    "steady_flow",
+]
 
 Array = NDArray[np.float64]
 
@@ -165,19 +177,25 @@ class Slot:
     busy: bool
 
 
-def play(calm: StageTimes, busy: StageTimes, share: float, batches: int, steps: int) -> list[Slot]:
-    """The first ``steps`` steps of each batch, from empty stages on; times are plain numbers.
+def busy_steps(share: float, count: int, at: int) -> list[bool]:
+    """Which of ``count`` steps are busy ones: a ``share`` of them, evenly spaced, step ``at`` among them."""
+    # Step k is busy where the number due passes a whole one; it does at ``at``, and 1e-9 is for rounding.
+    due = [floor((k - at) * share + 1e-9) for k in range(-1, count)]
+    return [after > before for before, after in pairwise(due)]
+
+
+def play(calm: StageTimes, busy: StageTimes, kinds: Sequence[bool], batches: int) -> list[Slot]:
+    """The steps of ``kinds`` (whether each is a busy one) on every stage, from empty stages on; times are numbers.
 
     Batches start in turn. A stage takes one batch at a time, in order; a batch starts its next step when its last
-    tokens are back. Every 1/``share``-th step is a busy one.
+    tokens are back.
     """
     stages = len(calm.work)
     free = [0.0] * stages
     ready = [0.0] * batches
     out: list[Slot] = []
-    for k in range(batches * steps):
+    for k, chunk in enumerate(kinds):
         batch = k % batches
-        chunk = int((k + 1) * share + 1e-9) > int(k * share + 1e-9)
         times = busy if chunk else calm
         now = ready[batch]
         for stage in range(stages):
