@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from cli.synonyms import suggestion
 from tensor_cast.errors import MsModelingError
 
 __all__ = ["EXIT_BAD_INPUT", "EXIT_INFEASIBLE", "EXIT_OK", "Parser", "run_guarded"]
@@ -19,10 +20,15 @@ EXIT_OK = 0
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
 _EXIT_INTERRUPTED = 130
+#: What argparse says of options that it does not know.
+_UNRECOGNISED = "unrecognized arguments: "
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line; sub-parsers inherit the habit. No abbreviated options."""
+    """An argument parser whose complaint is one line; sub-parsers inherit the habit. No abbreviated options.
+
+    An option that the command has under another name is suggested.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -30,8 +36,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print ``error: ...`` and exit with code 2."""
+        _, found, unknown = message.partition(_UNRECOGNISED)
+        if found:
+            message += suggestion(unknown.split(), self._options())
         sys.stderr.write(f"error: {_one_line(message)} (see {self.prog} --help)\n")
         raise SystemExit(EXIT_BAD_INPUT)
+
+    def _options(self) -> set[str]:
+        """Its own options and those of its sub-commands; of these only the one that was called has any."""
+        found = set(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for sub in action.choices.values():
+                    found |= set(sub._option_string_actions)
+        return found
 
 
 def run_guarded(run: Callable[[], int]) -> int:

@@ -225,6 +225,7 @@ def nearest_safe_partitions(
 ) -> tuple[Partition, ...]:
     """Safe partitions closest to ``partition``: least sum of moved stage borders first.
 
+    Of those as close, first the ones with more layers on earlier stages: the last one has head and drafts as well.
     Empty where there is none (fewer layers that compute indices than stages).
     """
     layers, stages = len(indexer_full), len(partition)
@@ -232,13 +233,13 @@ def nearest_safe_partitions(
     safe = [i for i in range(layers) if indexer_full[i]]
     if not safe or safe[0] != 0:
         return ()
-    # beams[last start] -> the few cheapest (moved, starts so far)
+    # beams[last start] -> the few cheapest (moved, starts so far, negated so that later ones sort first)
     beams: dict[int, list[tuple[int, tuple[int, ...]]]] = {0: [(0, (0,))]}
     for stage in range(1, stages):
         following: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         for start in safe:
             options = [
-                (moved + abs(start - starts[stage]), (*chosen, start))
+                (moved + abs(start - starts[stage]), (*chosen, -start))
                 for before, kept in beams.items()
                 if before < start
                 for moved, chosen in kept
@@ -249,7 +250,7 @@ def nearest_safe_partitions(
     ranked = sorted(option for kept in beams.values() for option in kept)[:count]
     out = []
     for _, chosen in ranked:
-        bounds = (*chosen, layers)
+        bounds = (*(-start for start in chosen), layers)
         out.append(tuple(b - a for a, b in pairwise(bounds)))
     return tuple(out)
 
@@ -265,7 +266,12 @@ def refuse_unsafe(partition: Sequence[int], indexer_full: Sequence[bool], split:
         return
     safe = nearest_safe_partitions(partition, indexer_full)
     layers = f"layer{'s' * (len(unsafe) > 1)} {', '.join(map(str, unsafe))}"
-    options = "choose a safe partition (" + " or ".join(map(spell, safe)) + "), or" if safe else "choose"
+    options = (
+        f"choose a safe partition (nearest first: {' or '.join(map(spell, safe))}; msmodeling capacity "
+        "--pp-layer-partition auto finds the one with most KV blocks), or"
+        if safe
+        else "choose"
+    )
     raise LegalityError(
         "pp.dsa_indices",
         "stages that start with a layer that computes its own top-k indices: the engine passes hidden states between "

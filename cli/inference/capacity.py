@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.inference.common import add_layout_arguments, layout_values, positive_int, print_json, print_tables
+from cli.inference.common import (
+    add_device_arguments,
+    add_layout_arguments,
+    device_value,
+    layout_values,
+    positive_int,
+    print_json,
+    print_tables,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +44,7 @@ _layer_list.__name__ = "list of layers"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the sub-command."""
-    parser.add_argument("--device", required=True, help="name of a device (msmodeling devices lists them)")
+    add_device_arguments(parser)
     add_layout_arguments(parser)
     layout = parser.add_argument_group("pipeline stages")
     layout.add_argument("--pp-size", type=positive_int, default=1, help="pipeline stages (default 1)")
@@ -59,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-model-len", type=positive_int, help="tokens of the longest request (default: the model's)"
     )
-    engine.add_argument("--max-num-batched-tokens", type=positive_int, help="tokens in a step at most")
+    engine.add_argument(
+        "--max-num-batched-tokens", "--max-batched-tokens", type=positive_int, help="tokens in a step at most"
+    )
     engine.add_argument("--max-num-seqs", type=positive_int, help="requests in a step at most")
     engine.add_argument("--no-hybrid-kv-cache", action="store_true", help="windowed layers keep every token")
     parser.add_argument("--quantize-linear-action", help="DISABLED, W8A8_DYNAMIC, W8A16, W4A8, W4A16, FP8, MXFP4")
@@ -87,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _FIELDS = (
-    "device pp_size pp_layer_partition dsa_split kv_cache_dtype gpu_memory_utilization max_model_len "
+    "pp_size pp_layer_partition dsa_split kv_cache_dtype gpu_memory_utilization max_model_len "
     "max_num_batched_tokens max_num_seqs quantize_linear_action kv_memory_gib request_length"
 )
 
@@ -102,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = CapacityConfig.create(
         **layout_values(args),
+        device=device_value(args),
         **{name: getattr(args, name) for name in _FIELDS.split()},
         hybrid_kv_cache=not args.no_hybrid_kv_cache,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +33,34 @@ def non_negative_int(text: str) -> int:
 # argparse puts the name of the type into "invalid ... value".
 positive_int.__name__ = "integer"
 non_negative_int.__name__ = "integer"
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """The device, and the machine that it stands in."""
+    parser.add_argument(
+        "--device", required=True, help="name of a device (msmodeling devices lists them), or the path of a YAML file"
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="T",
+        help="links between the devices: a name (msmodeling devices) or the path of a YAML file; also DEVICE@T",
+    )
+
+
+def device_value(args: argparse.Namespace) -> str:
+    """The device in its machine, ``DEVICE@TOPOLOGY``.
+
+    Raises:
+        ConfigError: two topologies are named.
+    """
+    from tensor_cast.errors import ConfigError
+
+    device: str = args.device
+    if args.topology is None:
+        return device
+    if "@" in device and not Path(device).is_file():
+        raise ConfigError(f"--device {device} names a topology already; leave out --topology {args.topology}")
+    return f"{device}@{args.topology}"
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:

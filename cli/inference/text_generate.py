@@ -7,8 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from cli.inference.common import (
+    add_device_arguments,
     add_layout_arguments,
     add_pipeline_arguments,
+    device_value,
     non_negative_int,
     pipeline_values,
     positive_int,
@@ -34,12 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches in flight beyond one for each stage (default: the engine's, 0)",
     )
-    parser.add_argument("--device", required=True, help="name of a device (msmodeling devices lists them)")
+    add_device_arguments(parser)
     step = parser.add_argument_group("step")
-    step.add_argument("--num-queries", type=positive_int, default=1, help="requests of one data-parallel rank")
-    step.add_argument("--query-length", type=positive_int, help="tokens of a request in this step")
+    step.add_argument(
+        "--num-queries", "--batch-size", type=positive_int, default=1, help="requests of one data-parallel rank"
+    )
+    step.add_argument("--query-length", "--query-len", type=positive_int, help="tokens of a request in this step")
     step.add_argument(
         "--context-length",
+        "--context-len",
         type=non_negative_int,
         default=0,
         help="tokens of a request in the cache, this step's included (0: a fresh prompt)",
@@ -65,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         **pipeline_values(args),
         pp_extra_batches=args.pp_extra_batches,
-        device=args.device,
+        device=device_value(args),
         phase=Phase.DECODE if args.decode else Phase.PREFILL,
         num_queries=args.num_queries,
         query_length=args.query_length,

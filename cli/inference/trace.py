@@ -31,10 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phase", choices=("decode", "prefill"), default="decode", help="kind of step (default decode)"
     )
     sizes = parser.add_argument_group("sizes (each left out stays a symbol)")
-    sizes.add_argument("--batch-size", type=positive_int, help="requests of one rank (B)")
-    sizes.add_argument("--query-len", type=positive_int, help="tokens of a request in this step (Q)")
+    sizes.add_argument("--batch-size", "--num-queries", type=positive_int, help="requests of one rank (B)")
+    sizes.add_argument("--query-len", "--query-length", type=positive_int, help="tokens of a request in this step (Q)")
     sizes.add_argument(
         "--context-len",
+        "--context-length",
         type=non_negative_int,
         help="tokens of a request in the cache, this step's included (S); 0: a fresh prompt, S = Q",
     )

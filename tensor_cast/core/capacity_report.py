@@ -59,6 +59,11 @@ def notes(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
             f"The engine refuses to start: {capacity.max_model_len:,} tokens take {capacity.blocks_per_request:,} "
             f"blocks beside the null block; {planner.longest_request(plan):,} would fit (--max-model-len)"
         )
+    if 0 < (positions := planner.model.max_position_embeddings) < capacity.max_model_len:
+        found.append(
+            f"A request of {capacity.max_model_len:,} tokens is longer than the model's max_position_embeddings "
+            f"{positions:,}"
+        )
     own = default_partition(planner.model.num_hidden_layers, planner.config.pp_size)
     if planner.config.pp_layer_partition == ALL and plan.partition != own:
         found.append(

@@ -84,6 +84,9 @@ class Measured:
         usable: bytes of the device.
         utilization: share of it that the engine took.
         layout: of the measured run, in words.
+        communication: bytes of communicators that the ranks asked for have and the measured one had not; below 0 where
+            only the measured ones had them.
+        alone: what a rank without communicators has outside the allocator; no less is left when theirs are taken off.
         predicted: what we make of the measured KV memory; None where it was not measured.
         other_model: the model that the log names, where it is not the one asked for.
     """
@@ -96,6 +99,8 @@ class Measured:
     utilization: float
     tables: int = 0
     layout: str = ""
+    communication: int = 0
+    alone: int = 0
     predicted: Capacity | None = None
     other_model: str | None = None
 
@@ -111,9 +116,19 @@ class Measured:
 
     def overheads(self, kind: StageKind, workspace: int) -> tuple[int, int, int]:
         """(non-torch, activation, graph) bytes of a stage of ``kind``, with ``workspace`` bytes of buffers now."""
+        stage = self._stands_for(kind)
+        residual = stage.residual + self.communication_of(kind)
+        return residual + workspace, stage.peak - stage.graph, stage.graph
+
+    def communication_of(self, kind: StageKind) -> int:
+        """Bytes added (taken off, where below 0) for the communicators of a stage of ``kind``."""
+        if self.communication >= 0:
+            return self.communication
+        return -min(-self.communication, max(0, self._stands_for(kind).residual - self.alone))
+
+    def _stands_for(self, kind: StageKind) -> StageResidual:
         by_kind = {stage.kind: stage for stage in reversed(self.stages)}
-        stage = next(by_kind[k] for k in _STAND_INS[kind] if k in by_kind)
-        return stage.residual + workspace, stage.peak - stage.graph, stage.graph
+        return next(by_kind[k] for k in _STAND_INS[kind] if k in by_kind)
 
     def budget(self, utilization: float) -> int:
         """Bytes that the engine takes of the device, at any utilisation.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensor_cast.core.measured import Measured
+from tensor_cast.core.measured import Measured, StageKind
+from tensor_cast.units import GIB
 
-__all__ = ["measured_json", "remarks"]
+__all__ = ["communication", "measured_json", "remarks"]
 
 #: Above this share a cache is not the one that the engine had.
 _SAME_CACHE = 0.01
@@ -33,12 +34,30 @@ def remarks(measured: Measured) -> list[str]:
     ]
     if any(abs(ours / printed - 1) > _SAME_CACHE for _, printed, ours in _counted(measured)):
         lines.append(
-            "That is not the cache that the engine had: another --kv-cache-dtype, --block-size, "
+            "That is not the cache that the engine had: another MODEL, --kv-cache-dtype, --block-size, "
             "--max-num-batched-tokens or --dsa-split?"
         )
     if measured.other_model is not None:
         lines.append(f"The log names another model: {measured.other_model}")
+    if moved := communication(measured):
+        lines.append(moved)
     return lines + [f"Note: {note}" for note in measured.calibration.notes]
+
+
+def communication(measured: Measured) -> str:
+    """What was done about communicators that only one of the two layouts has; empty where nothing was."""
+    if measured.communication > 0:
+        return (
+            f"The measured rank was alone: {measured.communication / GIB:.2f} GiB are added to its non-torch memory "
+            "for communicators (estimate of the engine's profile, not measured)"
+        )
+    taken = -measured.communication_of(StageKind.ONLY)
+    if taken == 0:
+        return ""
+    return (
+        f"The measured ranks had communicators, a rank alone has none: {taken / GIB:.2f} GiB are taken off their "
+        "non-torch memory (estimate of the engine's profile, not measured)"
+    )
 
 
 def measured_json(measured: Measured) -> dict[str, Any]:
@@ -51,6 +70,7 @@ def measured_json(measured: Measured) -> dict[str, Any]:
         "other_model": measured.other_model is not None,
         "layout": measured.layout,
         "partition": list(measured.partition),
+        "communication_gib": measured.communication_of(StageKind.ONLY) / GIB,
         "kv_cache": {
             what: {"measured": printed, "predicted": ours, "difference": ours / printed - 1}
             for what, printed, ours in _counted(measured)

@@ -10,7 +10,7 @@ from typing import NoReturn
 from tensor_cast.core.calibration import Calibration
 from tensor_cast.core.capacity_config import CapacityConfig
 from tensor_cast.core.measured import ROUNDING, Measured, StageResidual
-from tensor_cast.core.start_up import RankMemory, StartUp
+from tensor_cast.core.start_up import RankMemory, StartUp, talking_ranks
 from tensor_cast.engine.kv_cache import cache_layers, indexer_layers
 from tensor_cast.engine.kv_formats import resolve_kv_format
 from tensor_cast.engine.kv_groups import Capacity, build_groups, plan_pool
@@ -106,6 +106,8 @@ def measure(
         utilization=calibration.gpu_memory_utilization or start_up.utilization,
         tables=tables,
         layout=run.layout,
+        communication=_communication(start_up, run.parallel, parallel),
+        alone=int(start_up.engine.non_torch_gib_for(1) * GIB),
         predicted=_predict(run, asked, calibration),
         other_model=other,
     )
@@ -119,6 +121,17 @@ def measure(
     for index, stage in enumerate(measured.stages):
         _check_residual(measured, asked, index, stage)
     return measured
+
+
+def _communication(start_up: StartUp, measured: ParallelConfig, asked: ParallelConfig) -> int:
+    """Bytes of communicators on the ranks asked for, less those on the measured ones.
+
+    By the engine's profile: a rank alone has none, and the first one that it makes brings the library's buffers.
+    """
+    before, after = (
+        start_up.engine.non_torch_gib_for(talking_ranks(start_up.model, layout)) for layout in (measured, asked)
+    )
+    return int((after - before) * GIB)
 
 
 def _unfit(calibration: Calibration, model: str, other: str | None, error: MsModelingError) -> str:

@@ -84,7 +84,7 @@ class RunResult:
         if self.pipeline is not None and self.pipeline.handover.unsafe:
             found += self.pipeline.handover.notes
         longest = self.model.max_position_embeddings
-        if self.sizes["S"] > longest:
+        if 0 < longest < self.sizes["S"]:
             found.append(f"a context of {self.sizes['S']} tokens exceeds the model's max_position_embeddings {longest}")
         return found
 

@@ -87,3 +87,61 @@ def test_kv_memory_is_finite(run: Run, memory: str) -> None:
     refused = run(*LLAMA, "--pp-size", 2, f"--kv-memory-gib={memory}")
     assert refused.code == 2
     assert "kv_memory_gib.0: input should be a finite number" in refused.err
+
+
+@pytest.mark.parametrize("size", [("--tp-size", 2), ("--pp-size", 2)])
+def test_a_rank_alone_has_no_communicators_so_theirs_are_added(run: Run, log: Path, size: tuple[str, int]) -> None:
+    alone = run(*LLAMA, "--calibrate-from", log, "--format", "json").json()
+    several = run(*LLAMA, *size, "--calibrate-from", log, "--format", "json").json()
+    # configs/engines/vllm.yaml: collective_gib 1.9, from start-up logs of 2 and 4 devices.
+    for stage in several["stages"]:
+        assert stage["non_torch_gib"] == pytest.approx(alone["stages"][0]["non_torch_gib"] + 1.9, abs=1e-6)
+    assert several["measured_run"]["communication_gib"] == pytest.approx(1.9)
+    assert alone["measured_run"]["communication_gib"] == 0
+    assert "1.90 GiB are added to its non-torch memory" in run(*LLAMA, *size, "--calibrate-from", log).out
+    assert "communicators" not in run(*LLAMA, "--calibrate-from", log).out
+
+
+@pytest.mark.parametrize(
+    ("consumed", "kv", "taken", "left"),
+    [
+        # Half of the weights is 7.479 GiB, the rotary table 0.031: 2.20 and 1.00 GiB are outside the allocator. A rank
+        # alone has 0.25 of context and libraries (configs/engines/vllm.yaml), which is what stays at least.
+        (9.71, 61.76, "1.90", 0.33),
+        (8.51, 62.96, "0.75", 0.28),
+        (7.71, 63.76, "", 0.23),
+    ],
+)
+def test_from_several_ranks_to_one_theirs_are_taken_off(
+    run: Run, tmp_path: Path, consumed: float, kv: float, taken: str, left: float
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        "tp_size: 2\nmax_model_len: 131072\ngpu_memory_utilization: 0.92\ntotal_gib: 79.25\nstages:\n"
+        f"  - {{consumed_gib: {consumed}, activation_gib: 1.44, graph_gib: 0.23, kv_gib: {kv}}}\n"
+    )
+    shown = run(*LLAMA, "--calibrate-from", file)
+    assert (f"{taken} GiB are taken off" in shown.out) == bool(taken)
+    assert ("communicators" in shown.out) == bool(taken)
+    stage = run(*LLAMA, "--calibrate-from", file, "--format", "json").json()["stages"][0]
+    assert stage["non_torch_gib"] == pytest.approx(left, abs=0.005)
+    assert "communicators" not in run(*LLAMA, "--tp-size", 2, "--calibrate-from", file).out
+
+
+def test_the_log_of_another_model_is_among_the_causes(run: Run, log: Path) -> None:
+    shown = run("capacity", "Qwen/Qwen3-8B", "--device", "A100_80G_SXM", "--calibrate-from", log)
+    # Blocks of 36 layers are 9/8 as large as those of 32: 25,581 of 16 tokens.
+    assert "460,496 tokens printed, 409,296 predicted" in shown.out
+    assert "another MODEL, --kv-cache-dtype" in shown.out
+
+
+def test_units_are_read(run: Run, log: Path) -> None:
+    log.write_text(LOG.replace("56.21 GiB", "57559.04 MiB"))
+    assert "460,464 predicted" in run(*LLAMA, "--calibrate-from", log).out
+    # A smaller unit is no other spelling of GiB: the account does not add up.
+    log.write_text(LOG.replace("56.21 GiB", "56.21 MiB"))
+    assert "the KV memory (0.05)" in run(*LLAMA, "--calibrate-from", log).err
+    log.write_text(LOG.replace("56.21 GiB", "56.21 XiB"))
+    refused = run(*LLAMA, "--calibrate-from", log)
+    assert refused.code == 2
+    assert "line 2: unit 'XiB' is unknown; allowed are KiB, MiB, GiB, GB, TiB" in refused.err

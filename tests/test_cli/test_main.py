@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tensor_cast.config_files import config_root
+
 COMMANDS = ("throughput_optimizer", "text_generate", "trace", "verify", "devices", "models")
 
 
@@ -91,3 +93,73 @@ def test_bad_input_is_one_message_and_exit_code_2(run, arguments, message):
     assert "Traceback" not in result.err
     if "usage:" not in result.err:
         assert len(result.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("capacity", "m", "--device", "d", "--quantize-attention-action", "FP8"), "did you mean --kv-cache-dtype for"),
+        (("text_generate", "m", "--device", "d", "--kv-cache-dtype=fp8"), "did you mean --quantize-attention-action"),
+        (("trace", "m", "--tensor-parallel-size", "2"), "did you mean --tp-size for --tensor-parallel-size"),
+        (("capacity", "m", "--device", "d", "--tp-sizes", "2"), "did you mean --tp-size for --tp-sizes"),
+        (("trace", "m", "--block_size", "2"), "did you mean --block-size for --block_size"),
+    ],
+)
+def test_an_option_that_goes_by_another_name_is_suggested(run, arguments, says):
+    result = run(*arguments)
+    assert result.code == 2
+    assert says in result.err
+
+
+def test_an_option_that_nothing_comes_near_is_left_alone(run):
+    assert "did you mean" not in run("trace", "m", "--zebra", "2").err
+
+
+def test_both_spellings_are_the_same_option(run):
+    json = ("--format", "json")
+    trace = ("trace", "Qwen/Qwen3-8B", *json)
+    one = run(*trace, "--batch-size", 2, "--query-len", 1, "--context-len", 64).json()
+    assert run(*trace, "--num-queries", 2, "--query-length", 1, "--context-length", 64).json() == one
+    step = ("text_generate", "Qwen/Qwen3-8B", "--device", "H100_SXM", "--decode", *json)
+    one = run(*step, "--num-queries", 2, "--query-length", 1, "--context-length", 64).json()
+    assert run(*step, "--batch-size", 2, "--query-len", 1, "--context-len", 64).json() == one
+    rank = ("capacity", "Qwen/Qwen3-8B", "--device", "H100_SXM", *json)
+    assert (
+        run(*rank, "--max-batched-tokens", 1024).json()["inputs"]["max_num_batched_tokens"]
+        == run(*rank, "--max-num-batched-tokens", 1024).json()["inputs"]["max_num_batched_tokens"]
+        == 1024
+    )
+
+
+@pytest.mark.parametrize("command", ["capacity", "text_generate"])
+def test_the_topology_may_be_an_option(run, command):
+    words = (command, "Qwen/Qwen3-8B", "--tp-size", 2, *(("--decode",) if command == "text_generate" else ()))
+    option = run(*words, "--device", "A100_80G_PCIE", "--topology", "nvlink_pairs")
+    assert option.code == 0, option.err
+    assert option.out == run(*words, "--device", "A100_80G_PCIE@nvlink_pairs").out
+    assert option.out != run(*words, "--device", "A100_80G_PCIE").out
+    twice = run(*words, "--device", "A100_80G_PCIE@nvlink_pairs", "--topology", "other")
+    assert "names a topology already; leave out --topology other" in twice.err
+    assert "nvlink_pairs" in run("devices").out
+
+
+def test_one_bad_device_file_does_not_hide_the_others(run, monkeypatch, tmp_path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("name: BAD\n")
+    good = config_root() / "devices" / "h100_sxm.yaml"
+    monkeypatch.setattr("tensor_cast.device.catalog.yaml_names", lambda kind: {"bad": bad, "h100_sxm": good})
+    result = run("devices")
+    assert result.code == 0
+    assert "H100_SXM" in result.out
+    assert result.err.startswith(f"warning: left out: {bad}: fields vendor, description, memory_bytes,")
+    asked = run("text_generate", "Qwen/Qwen3-8B", "--device", "BAD", "--decode")
+    assert asked.code == 2
+    assert str(bad) in asked.err
+
+
+def test_a_request_beyond_the_positions_is_noted(run):
+    rank = ("capacity", "Qwen/Qwen3-8B", "--device", "H100_SXM", "--max-model-len")
+    note = "A request of 40,961 tokens is longer than the model's max_position_embeddings 40,960"
+    assert note in run(*rank, 40961).out
+    assert "max_position_embeddings" not in run(*rank, 40960).out
+    assert run(*rank, 40961, "--format", "json").json()["notes"] == [note]

@@ -107,6 +107,17 @@ def test_nearest_safe_partitions_are_safe_and_nearest(partition: tuple[int, ...]
         assert [moved(p) for p in near] == ranked[:3]
 
 
+def test_of_safe_partitions_as_near_the_later_border_comes_first() -> None:
+    # Borders at 4 and 8 are both two layers away from 6; the last stage has head and drafts as well.
+    assert nearest_safe_partitions((6, 6), [i % 4 == 0 for i in range(12)]) == ((8, 4), (4, 8))
+
+
+def test_a_refusal_names_the_nearest_and_how_to_find_the_best() -> None:
+    with pytest.raises(LegalityError) as caught:
+        refuse_unsafe((6, 6), [i % 4 == 0 for i in range(12)], None)
+    assert "nearest first: 8,4 or 4,8; msmodeling capacity --pp-layer-partition auto finds" in str(caught.value)
+
+
 def test_no_safe_partition() -> None:
     assert nearest_safe_partitions((2, 2), (True, False, False, False)) == ()
 

@@ -16,6 +16,11 @@ __all__ = ["NUMBER", "Line", "LogFormat", "Who", "as_bool", "as_count", "as_numb
 #: Where a line must have a number: whatever stands there, so that a garbled one is seen and not skipped.
 NUMBER = r"(\S+?)"
 
+#: GiB of what a size may be printed in; "GB" is what several engines call a GiB.
+_GIB_OF = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1, "GB": 1, "TiB": 2**10}
+_IN_BYTES = re.compile(rf"(?<![\w.,])([-+]?[\d.,]*\d) ?({'|'.join(_GIB_OF)})\b")
+_ANY_UNIT = re.compile(r"(?<=[\d.]) ?([A-Za-z]{0,2}[bB])\b")
+
 _PLAIN = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
 
 
@@ -119,6 +124,7 @@ class LogFormat:
         sums: quantities of which a rank prints several lines that add up (target and draft model).
         firsts: quantities of which the first of several lines counts; of all others the last does.
         ends_with: the line after which nothing of interest follows, to name when a log ends too early.
+        unit: what it calls a GiB.
         fix_layout: corrects sizes that the engine counts in another way, by name.
     """
 
@@ -132,6 +138,7 @@ class LogFormat:
     ends_with: str
     sums: frozenset[str] = frozenset()
     firsts: frozenset[str] = frozenset()
+    unit: str = "GiB"
     fix_layout: Callable[[Mapping[str, Any]], Mapping[str, Any]] = MappingProxyType
 
     def printed(self, text: str) -> bool:
@@ -143,10 +150,23 @@ class LogFormat:
         return any(hint in line for hint in self.hints)
 
     def rank_values(self, line: str) -> Iterator[dict[str, float]]:
-        """What a line says about its rank, pattern by pattern."""
+        """What a line says about its rank, pattern by pattern; sizes may be in KiB, MiB, GiB or TiB.
+
+        Raises:
+            ConfigError: a number is garbled, or has another unit.
+        """
+        line = _IN_BYTES.sub(self._in_own_unit, line)
+        usual = _ANY_UNIT.sub(f" {self.unit}", line)
         for pattern in self.rank_lines:
             if values := pattern.values(line):
                 yield values
+            elif usual != line and pattern.pattern.search(usual):
+                # It would say something, were it not for the unit.
+                units = [unit for unit in _ANY_UNIT.findall(line) if unit != self.unit]
+                raise ConfigError(f"unit {', '.join(map(repr, units))} is unknown; allowed are {', '.join(_GIB_OF)}")
+
+    def _in_own_unit(self, match: re.Match[str]) -> str:
+        return f"{as_number(match[1]) * _GIB_OF[match[2]]:.6f} {self.unit}" if match[2] != self.unit else match[0]
 
     def run_values(self, line: str) -> dict[str, Any]:
         """What a line says about the run."""

@@ -88,6 +88,7 @@ SGLANG = LogFormat(
     who=_who,
     sums=frozenset({"weights_gib", "kv_gib", "graph_gib"}),
     firsts=frozenset({"free_gib"}),
+    unit="GB",
     ends_with="KV Cache is allocated. ...",
     fix_layout=_fix_layout,
 )

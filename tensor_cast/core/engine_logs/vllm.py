@@ -159,7 +159,8 @@ VLLM = LogFormat(
     engine="vllm",
     marks=(),
     hints=(
-        "GiB",
+        "iB",
+        "memory",
         "took",
         "bytes",
         "blocks",
