@@ -10,7 +10,7 @@ from typing import Any
 
 from tensor_cast.core.input_generator import InputGenerator, KVCacheInfo
 from tensor_cast.core.pipeline_step import PipelineStep, stage_times
-from tensor_cast.core.start_up import StartUp
+from tensor_cast.core.start_up import RankMemory, StartUp, profile_layout
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.core.user_config import UserInputConfig
 from tensor_cast.device.catalog import load_device
@@ -42,7 +42,9 @@ class RunResult:
         trace: as traced; ``prepared``: as it runs, quantised and fused. Pipeline stages one after the other.
         estimate: the step op by op; of a pipeline a batch's way through all stages.
         memory: what one rank holds, that of the fullest stage; ``kv_cache_size_gb`` is the KV cache of this batch in
-            GiB, of a pipeline that of all batches in flight.
+            GiB, of a pipeline that of all batches in flight. For activations an engine keeps free what its profile run
+            took, however little this step needs.
+        step_activation: bytes of activations at the peak of this step, on the stage that needs most.
         kv_cache: layout of the paged cache.
         pipeline: stage by stage; None without stages.
     """
@@ -58,6 +60,7 @@ class RunResult:
     estimate: StepEstimate
     memory: MemoryPlan
     kv_cache: KVCacheInfo
+    step_activation: float
     pipeline: PipelineStep | None = None
 
     @property
@@ -127,6 +130,7 @@ class RunResult:
             "weights_gib": self.memory.weights_gib,
             "kv_cache_size_gb": self.kv_cache_size_gb,
             "activation_gib": self.memory.activation_gib,
+            "step_activation_gib": self.step_activation / GIB,
             "memory_total_gib": self.memory.total_gib,
             "memory_available_gib": self.memory.available_gib,
             "fits": self.memory.fits,
@@ -219,9 +223,11 @@ class ModelRunner:
         traces = self.library.stages(layout, partition, handover=handover)
         estimators = [self._estimator(trace, parallel, stage) for stage, trace in enumerate(traces)]
         estimates = [estimator.estimate(sizes) for estimator in estimators]
+        peaks = [float(activation_peak_bytes(estimator.prepared, sizes)) for estimator in estimators]
+        profile_run = self._profile_run(layout, sizes)
         memory = tuple(
-            self._memory(layout, own, estimator, sizes, handover)
-            for own, estimator in zip(stage_ranges(partition), estimators, strict=True)
+            self._memory(layout, own, estimator.trace, peak, profile_run, sizes, handover)
+            for own, estimator, peak in zip(stage_ranges(partition), estimators, peaks, strict=True)
         )
         pipeline = None
         if config.pp_size > 1:
@@ -240,6 +246,7 @@ class ModelRunner:
             estimate=_joined_estimates(estimates),
             memory=memory[0] if pipeline is None else pipeline.fullest,
             kv_cache=generator._get_kv_cache_info(sizes["B"], sizes["Q"], sizes["S"]),
+            step_activation=max(peaks),
             prepared=_joined([estimator.prepared for estimator in estimators]),
             pipeline=pipeline,
         )
@@ -256,8 +263,35 @@ class ModelRunner:
             stage=stage,
         )
 
+    def _profile_run(self, layout: Layout, sizes: dict[str, int]) -> RankMemory:
+        """Memory of the ranks when the engine starts, by the same sum as that of ``capacity``."""
+        limits = step_limits(self.engine, self.device)
+        start_up = StartUp(
+            model=self.model,
+            device=self.device,
+            engine=self.engine,
+            quant=self.quant,
+            form=resolve_kv_format(self.model, self.quant.kv_dtype),
+            dcp_semantics=layout.dcp_semantics,
+            block_size=layout.block_size,
+            max_model_len=sizes["S"],
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+            utilization=self.engine.gpu_memory_utilization,
+            num_mtp_tokens=layout.num_mtp_tokens,
+        )
+        trace = self.library.compose(profile_layout(start_up, layout.parallel))
+        return RankMemory(start_up, layout.parallel, trace)
+
     def _memory(
-        self, layout: Layout, layers: range, estimator: StepEstimator, sizes: dict[str, int], handover: Handover
+        self,
+        layout: Layout,
+        layers: range,
+        trace: Trace,
+        step_activation: float,
+        profile_run: RankMemory,
+        sizes: dict[str, int],
+        handover: Handover,
     ) -> MemoryPlan:
         """Memory of one rank that runs decoder layers ``layers``, with the KV of all batches in flight."""
         drafts = min(self.model.num_nextn_predict_layers, layout.num_mtp_tokens)
@@ -274,30 +308,15 @@ class ModelRunner:
             extra_indexers=handover.own_indexers,
         )
         batches = self.engine.batches_in_flight(layout.parallel.pipeline_parallel_size)
-        limits = step_limits(self.engine, self.device)
-        start_up = StartUp(
-            model=self.model,
-            device=self.device,
-            engine=self.engine,
-            quant=self.quant,
-            form=resolve_kv_format(self.model, self.quant.kv_dtype),
-            dcp_semantics=layout.dcp_semantics,
-            block_size=layout.block_size,
-            max_model_len=sizes["S"],
-            max_num_seqs=limits.max_num_seqs,
-            max_batched_tokens=limits.max_batched_tokens,
-            utilization=self.engine.gpu_memory_utilization,
-            num_mtp_tokens=layout.num_mtp_tokens,
-        )
         tower = vision_bytes(self.model, layout.parallel.tensor_parallel_size) if layers.start == 0 else 0
         return MemoryPlan(
-            weights=weight_bytes(estimator.trace, self.quant) + tower,
+            weights=weight_bytes(trace, self.quant) + tower,
             kv=float(batches * sizes["B"] * kv_bytes),
-            activation=float(activation_peak_bytes(estimator.prepared, sizes)),
-            non_torch=start_up.non_torch_bytes(layout.parallel),
-            graph=start_up.graph_bytes,
+            activation=max(step_activation, float(profile_run.activation(layers.start, layers.stop))),
+            non_torch=profile_run.non_torch,
+            graph=profile_run.start.graph_bytes,
             reserved=self.config.reserved_memory_gb * GIB,
-            available=start_up.budget,
+            available=profile_run.start.budget,
         )
 
 

@@ -10,6 +10,7 @@ FIELDS = {
     "weights_gib",
     "kv_cache_size_gb",
     "activation_gib",
+    "step_activation_gib",
     "memory_total_gib",
     "coverage",
     "ops",
@@ -121,3 +122,31 @@ def test_a_step_that_does_not_fit_is_priced_with_a_warning(run):
 def test_a_context_beyond_the_model_is_warned_of(run):
     result = run("text_generate", "Qwen/Qwen3-8B", "--device", "H200_SXM", "--context-length", 50000, "--decode")
     assert "exceeds the model's max_position_embeddings 40960" in result.err
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("Qwen/Qwen3-8B", "--tp-size", 2),
+        ("Qwen/Qwen3-8B", "--pp-size", 2),
+        ("deepseek-ai/DeepSeek-V3.2", "--tp-size", 8, "--ep-size", 8, "--num-mtp-tokens", 1),
+    ],
+)
+@pytest.mark.parametrize("step", [("--decode",), ("--query-length", 64)])
+def test_room_for_the_cache_is_that_of_capacity(run, layout, step):
+    """What a step may fill with KV is what the engine found at start-up, however few activations the step needs."""
+    words = (*layout, "--device", "H200_SXM", "--format", "json")
+    found = run("text_generate", *words, *step, "--context-length", 4096).json()
+    planned = run("capacity", *words, "--max-model-len", 4096).json()
+    stages = found["pipeline"]["stages"] if found["pipeline"] else [found]
+    for stage, plan in zip(stages, planned["stages"], strict=True):
+        room = found["memory_available_gib"] - stage["memory_total_gib"] + stage["kv_cache_size_gb"]
+        assert room == pytest.approx(plan["kv_gib"], abs=1e-6)
+    assert found["step_activation_gib"] < found["activation_gib"]
+
+
+def test_a_long_prefill_needs_more_than_the_profile_run(run):
+    words = ("text_generate", "Qwen/Qwen3-8B", "--device", "H200_SXM", "--format", "json", "--query-length")
+    # Twenty times the token budget of a step, in one.
+    found = run(*words, 40_960, "--num-queries", 4).json()
+    assert found["activation_gib"] == found["step_activation_gib"] > run(*words, 64).json()["activation_gib"]
