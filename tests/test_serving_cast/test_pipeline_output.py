@@ -110,6 +110,14 @@ def test_note_on_indexers_speaks_of_the_best_row(capsys: pytest.CaptureFixture[s
     )
 
 
+def test_note_on_wrong_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*GLM, "--tp-sizes", "4,8", "--pp-layer-partition", "41,37", "--batch-range", "8", "8"]
+    assert document(capsys, *argv, "--dsa-split", "unsafe")["message"] == (
+        "UNSAFE: layer 41 reads top-k indices that were never written on the stage; outputs are wrong, priced as "
+        "--dsa-split unsafe asks"
+    )
+
+
 def test_note_on_indexers_names_a_row_that_is_not_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     """On 16 GPUs of two such machines 8 x 2 is beaten by two replicas; with --top 1 its row is not shown."""
     argv = [
