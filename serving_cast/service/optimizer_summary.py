@@ -150,8 +150,8 @@ class OptimizerSummary:
             return ""
         layers = _layers(row.unsafe_layers, "reads", "read")
         return (
-            f"UNSAFE: {self._where(row)}{layers} top-k indices that were never written on the stage; outputs are wrong, "
-            "priced as --dsa-split unsafe asks"
+            f"UNSAFE: {self._where(row)}{layers} top-k indices that were never written on the stage; outputs are "
+            "wrong, priced as --dsa-split unsafe asks"
         )
 
     def _indexer_note(self) -> str:
