@@ -15,10 +15,9 @@ from cli.inference.common import (
     print_json,
     print_tables,
 )
+from cli.inference.grid import Grid
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tensor_cast.core.capacity import CapacityPlanner
     from tensor_cast.core.capacity_plan import CapacityPlan
     from tensor_cast.core.measured import Measured
@@ -132,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print_json(to_json(planner, plan, rows))
         return 0
-    tables: list[Table | str] = [_stage_table(planner, plan), *_group_table(planner, plan), *_summary(planner, plan)]
+    tables: list[Grid | str] = [_stage_table(planner, plan), *_group_table(planner, plan), *_summary(planner, plan)]
     if planner.measured is not None:
         tables += _calibration_table(planner.measured)
     if rows:
@@ -149,35 +148,20 @@ def _spell(plan: CapacityPlan) -> str:
     return ",".join(map(str, plan.partition))
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A table whose columns hold numbers, but for the first one and ``note``."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        left = index == 0 or column == "note"
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
-    return table
-
-
-def _stage_table(planner: CapacityPlanner, plan: CapacityPlan) -> Table:
+def _stage_table(planner: CapacityPlanner, plan: CapacityPlan) -> Grid:
     config = planner.config
     axes = (("TP", config.tp_size), ("PP", config.pp_size), ("DP", config.dp_size), ("EP", config.ep_size))
     sizes = " ".join(f"{name}{size}" for name, size in (*axes, ("DCP", config.dcp_size)) if size > 1) or "one rank"
     where = f"{planner.device.name} ({planner.engine.name})"
-    table = _table(
+    given = "KV" if config.kv_memory_gib is None else "KV (given)"
+    table = Grid(
         f"{planner.model.model_id} on {where}, {sizes}, {planner.form.name} cache: GiB of one rank",
-        "stage",
-        "layers",
-        "weights",
-        "non-torch",
-        "activation",
-        "graphs",
-        "KV" if config.kv_memory_gib is None else "KV (given)",
-        "KV idle",
-        "B/token",
-        "B/block",
-        "blocks",
+        (
+            *("stage", "layers", "weights", "non-torch", "activation", "graphs"),
+            *(given, "KV idle", "B/token", "B/block", "blocks"),
+        ),
+        words=("stage",),
+        droppable=("B/token", "B/block", "KV idle", "graphs"),
     )
     for index, (stage, rank) in enumerate(zip(plan.stages, plan.capacity.ranks, strict=True)):
         binds = len(plan.stages) > 1 and index == plan.capacity.binding_stage
@@ -197,7 +181,7 @@ def _stage_table(planner: CapacityPlanner, plan: CapacityPlan) -> Table:
     return table
 
 
-def _group_table(planner: CapacityPlanner, plan: CapacityPlan) -> list[Table]:
+def _group_table(planner: CapacityPlanner, plan: CapacityPlan) -> list[Grid]:
     """Groups of caches that draw blocks from one pool; a single group needs no table."""
     groups = planner.blocks_by_group(plan)
     if len(groups) == 1:
@@ -208,7 +192,7 @@ def _group_table(planner: CapacityPlanner, plan: CapacityPlan) -> list[Table]:
         kind, page = group.pages[0].kind, group.pages[0].nbytes
         alike.setdefault((kind, group.spec.block_size, page, blocks), []).append(str(len(group.pages)))
     columns = ("groups of caches", "layers of each", "tokens/block", "B/page", "blocks of the longest request")
-    table = _table("Groups that draw blocks from one pool, over all stages", *columns)
+    table = Grid("Groups that draw blocks from one pool, over all stages", columns, words=columns[:1])
     for (kind, size, page, blocks), layers in alike.items():
         table.add_row(kind, ", ".join(layers), f"{size:,}", f"{page:,}", f"{blocks * len(layers):,}")
     return [table]
@@ -230,21 +214,16 @@ def _summary(planner: CapacityPlanner, plan: CapacityPlan) -> list[str]:
     return [*lines, *notes(planner, plan)]
 
 
-def _calibration_table(measured: Measured) -> list[Table | str]:
+def _calibration_table(measured: Measured) -> list[Grid | str]:
     from tensor_cast.core.measured_report import remarks
 
     calibration = measured.calibration
-    table = _table(
+    table = Grid(
         f"Measured ({calibration.source}, {calibration.engine or 'numbers'}, {measured.layout}, "
         f"{','.join(map(str, measured.partition))}): GiB of one rank",
-        "stage",
-        "consumed",
-        "our weights",
-        "workspaces",
-        "residual",
-        "activation",
-        "graphs",
-        "KV",
+        ("stage", "consumed", "our weights", "workspaces", "residual", "activation", "graphs", "KV"),
+        words=("stage",),
+        droppable=("consumed", "graphs"),
     )
     for index, stage in enumerate(measured.stages):
         table.add_row(
@@ -260,19 +239,16 @@ def _calibration_table(measured: Measured) -> list[Table | str]:
     return [table, *remarks(measured)]
 
 
-def _partition_table(rows: list[tuple[str, CapacityPlan]], plan: CapacityPlan, unsafe: str) -> Table:
-    table = _table(
+def _partition_table(rows: list[tuple[str, CapacityPlan]], plan: CapacityPlan, unsafe: str) -> Grid:
+    table = Grid(
         "Partitions",
-        "split",
-        "stage that binds",
-        "its KV, GiB",
-        "KV tokens",
-        "change",
-        "concurrency",
-        "KV idle, GiB",
-        "layer equivalents",
-        unsafe,
-        "note",
+        (
+            *("split", "stage that binds", "its KV, GiB", "KV tokens", "change", "concurrency", "KV idle, GiB"),
+            *("layer equivalents", unsafe, "note"),
+        ),
+        words=("split", "note"),
+        wraps="note",
+        droppable=("layer equivalents", "its KV, GiB", "KV idle, GiB", "concurrency", "stage that binds"),
     )
     for note, row in rows:
         capacity = row.capacity

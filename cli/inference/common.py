@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cli.inference.grid import Grid
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -129,13 +131,24 @@ def print_json(document: Any) -> None:
     sys.stdout.write("\n")
 
 
-def print_tables(*tables: Table | str) -> None:
+def print_tables(*tables: Grid | Table | str) -> None:
     """Tables and lines on standard output: as wide as they need when piped, and then without escape codes."""
     from rich.console import Console
+    from rich.table import Table
 
     piped = not sys.stdout.isatty()
     console = Console(width=200 if piped else None, no_color=piped, highlight=False, soft_wrap=False)
     for table in tables:
+        if isinstance(table, Grid):
+            fitted, dropped = table.fitted(console)
+            console.print(fitted)
+            if dropped:
+                console.print(f"Left out for want of width: {'; '.join(dropped)}")
+            continue
+        if isinstance(table, Table):
+            for column in table.columns:
+                # Words make room, numbers stay whole.
+                column.no_wrap = column.no_wrap or column.justify == "right"
         console.print(table)
 
 

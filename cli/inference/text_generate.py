@@ -18,10 +18,9 @@ from cli.inference.common import (
     print_tables,
     user_config,
 )
+from cli.inference.grid import Grid
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tensor_cast.core.model_runner import RunResult
     from tensor_cast.core.pipeline_step import PipelineStep
 
@@ -142,21 +141,21 @@ def _print_tables(result: RunResult, top: int) -> None:
             f"{layer.total_s / layer.count * 1e6:,.1f}",
             f"{layer.total_s * 1e3:,.3f}",
         )
-    stages: list[Table | str] = (
+    stages: list[Grid | str] = (
         [] if result.pipeline is None else [_stage_table(result.pipeline), *result.pipeline.handover.notes]
     )
     print_tables(_title(result), summary, *stages, ops, layers)
 
 
-def _stage_table(pipeline: PipelineStep) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"Stages, {pipeline.batches} batches in flight", title_justify="left")
-    for column in (
-        *("stage", "layers", "layer equivalents", "work ms", "transfer in ms", "slot ms", "busy"),
-        *("weights GiB", "KV GiB", "activation GiB", "in use GiB", "fits"),
-    ):
-        table.add_column(column, justify="right")
+def _stage_table(pipeline: PipelineStep) -> Grid:
+    table = Grid(
+        f"Stages, {pipeline.batches} batches in flight",
+        (
+            *("stage", "layers", "layer equivalents", "work ms", "transfer in ms", "slot ms", "busy"),
+            *("weights GiB", "KV GiB", "activation GiB", "in use GiB", "fits"),
+        ),
+        droppable=("layer equivalents", "activation GiB", "transfer in ms", "weights GiB", "KV GiB"),
+    )
     for stage in pipeline.stages():
         table.add_row(
             *(f"{stage[key]}" for key in ("stage", "layers", "layer_equivalents")),

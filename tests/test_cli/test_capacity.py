@@ -249,7 +249,9 @@ def test_safe_neighbours_with_most_room(run: Run) -> None:
     # Borders 20, 40, 60 move by 2 + 2 + 2 to 18, 38, 58 or 22, 42, 62 or any mix of those: eight partitions as near.
     near = {tuple(b - a for a, b in pairwise((0, *borders, 78))) for borders in product((18, 22), (38, 42), (58, 62))}
     tokens = {p: run(*asked, "--pp-layer-partition", ",".join(map(str, p))).json()["kv_tokens"] for p in near}
-    assert set(safe) == set(sorted(near, key=tokens.__getitem__)[-2:])
+    # Several have the same room.
+    assert set(safe) <= near
+    assert sorted(tokens[p] for p in safe) == sorted(tokens.values())[-2:]
     assert safe[max(near, key=tokens.__getitem__)]["note"] == "best safe"
 
 
