@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cli.inference.common import print_json, print_tables
+from cli.inference.grid import Grid
 
 if TYPE_CHECKING:
     from tensor_cast.device.profile import Tier
@@ -32,11 +33,13 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print_json([device.model_dump(mode="json") for device in devices])
         return 0
-    from rich.table import Table
-
-    table = Table(title="Embedded devices (dense TFLOP/s; TB/s; GB/s per direction)", title_justify="left")
-    for column in ("device", "vendor", *RATES, "memory GiB", "TB/s", "links"):
-        table.add_column(column, justify="left" if column in ("device", "vendor", "links") else "right")
+    table = Grid(
+        "Embedded devices (dense TFLOP/s; TB/s; GB/s per direction)",
+        ("device", "vendor", *RATES, "memory GiB", "TB/s", "links"),
+        words=("device", "vendor", "links"),
+        wraps="links",
+        droppable=("vendor", "fp4", "int8", "fp8", "links"),
+    )
     unverified = False
     for device in devices:
         rates: list[Any] = [device.peak_flops.get(dtype) for dtype in RATES.values()]
@@ -53,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
             f"{device.memory_bandwidth.value / 1e12:.3f}{'*' if marks[-1] else ''}",
             _links(device.tiers),
         )
-    places = Table(title="Topologies (--topology NAME, or DEVICE@NAME)", title_justify="left")
-    for column in ("topology", "description", "links"):
-        places.add_column(column)
+    columns = ("topology", "description", "links")
+    places = Grid("Topologies (--topology NAME, or DEVICE@NAME)", columns, words=columns, wraps="links")
     for topology in _readable(topology_names(), load_topology):
         places.add_row(topology.name, topology.description, _links(topology.tiers))
     print_tables(table, *(["* not verified against a public source"] if unverified else []), places)

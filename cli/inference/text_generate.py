@@ -201,7 +201,7 @@ def _summary(result: RunResult) -> list[tuple[str, str]]:
         ("tokens per second and rank", f"{rate:,.1f}"),
         ("weights", f"{memory.weights_gib:,.3f} GiB"),
         (cached, f"{result.kv_cache_size_gb:,.3f} GiB"),
-        ("activations, kept free since start-up", f"{memory.activation_gib:,.3f} GiB"),
+        ("activations, kept free", f"{memory.activation_gib:,.3f} GiB"),
         ("activation peak of this step", f"{result.step_activation / 1024**3:,.3f} GiB"),
         ("memory in use", f"{memory.total_gib:,.3f} GiB"),
         ("memory available", f"{memory.available_gib:,.3f} GiB"),
