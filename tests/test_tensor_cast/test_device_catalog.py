@@ -312,3 +312,23 @@ def test_tiers_of_ascend() -> None:
     assert shape("ATLAS_800_A3_560T_128G_DIE_ROCE") == [("die", 2), ("node", 16), ("roce", None)]
     assert shape("ATLAS_800_A2_376T_64G") == [("node", 8), ("roce", None)]
     assert shape("GB200") == [("rack", 72), ("network", None)]
+
+
+def test_the_example_for_newcomers_is_a_device(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    example = text.split("## Add a device")[1].split("```yaml\n")[1].split("```")[0]
+    path = tmp_path / "zeus_x1.yaml"
+    path.write_text(example)
+    device = load_device(str(path))
+    assert (device.name, device.memory_bandwidth.value, device.flops("float8_e4m3fn")) == ("ZEUS_X1", 4e12, 1.6e15)
+    assert device.kernels["gemm"].source.startswith("taken over from H100_SXM: ")
+    # The table names every key that there is.
+    table = text.split("| key | |")[1].split("\n\n")[0]
+    for name, field in DeviceProfile.model_fields.items():
+        row = next(row for row in table.splitlines() if f"`{name}`" in row)
+        assert field.is_required() == ("required" in row), name
+    # Each required key but the fits is in the example, and is missed when it is not.
+    for name in ("name", "vendor", "description", "memory_bytes", "usable_memory_bytes", "tiers"):
+        path.write_text(yaml.safe_dump({k: v for k, v in yaml.safe_load(example).items() if k != name}))
+        with pytest.raises(ConfigError, match=f"field {name} is missing$"):
+            load_device(str(path))
