@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tensor_cast.config_files import explain, is_path, read_yaml, yaml_names
-from tensor_cast.device.profile import CollectiveFit, DeviceProfile, KernelFit
+from tensor_cast.device.profile import FROM_FILE, CollectiveFit, DeviceProfile, KernelFit
 from tensor_cast.device.topology_file import load_topology
 from tensor_cast.errors import ConfigError, UnknownNameError
 
@@ -70,7 +70,7 @@ def _load(path: Path) -> DeviceProfile:
     if like is not None:
         content |= _taken_over(path, like, content)
     try:
-        return DeviceProfile.model_validate(content)
+        return DeviceProfile.model_validate(content, context=FROM_FILE)
     except ValidationError as error:
         raise explain(path, error) from error
 

@@ -13,7 +13,16 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    model_validator,
+)
 
 from tensor_cast.dtypes import BITS
 from tensor_cast.errors import ConfigError
@@ -42,15 +51,21 @@ def _number(text: str, what: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def _quantity(what: str) -> Callable[[Any], Any]:
-    """A validator that turns ``{"value": "80 GiB", ...}`` into plain units; values that are built already pass."""
+#: Context of a validation whose values come from a file. There a bare number would be bytes: 4 for 4 TB/s is off by
+#: twelve digits, and passes for a slow device. Between programs values are in plain units.
+FROM_FILE = {"from": "file"}
 
-    def convert(raw: Any) -> Any:
+
+def _quantity(what: str) -> Callable[[Any, ValidationInfo], Any]:
+    """A validator that turns ``{"value": "80 GiB", ...}`` into plain units."""
+
+    def convert(raw: Any, info: ValidationInfo) -> Any:
         if not isinstance(raw, dict) or "value" not in raw:
             return raw
         value = raw["value"]
-        # A bare number would be bytes: 4 for 4 TB/s is off by twelve digits, and passes for a slow device.
-        return {**raw, "value": _number(value if isinstance(value, str) else f"{value} without a unit", what)}
+        if isinstance(value, str):
+            return {**raw, "value": _number(value, what)}
+        return {**raw, "value": _number(f"{value} without a unit", what)} if info.context is FROM_FILE else raw
 
     return convert
 

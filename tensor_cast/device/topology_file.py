@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tensor_cast.config_files import explain, is_path, read_yaml, yaml_names
-from tensor_cast.device.profile import COLLECTIVES, CollectiveFit, DeviceProfile, Tier
+from tensor_cast.device.profile import COLLECTIVES, FROM_FILE, CollectiveFit, DeviceProfile, Tier
 from tensor_cast.errors import ConfigError, UnknownNameError
 
 __all__ = ["Topology", "load_topology", "topology_names"]
@@ -78,6 +78,6 @@ def load_topology(name: str) -> Topology:
 @cache
 def _load(path: Path) -> Topology:
     try:
-        return Topology.model_validate(read_yaml(path))
+        return Topology.model_validate(read_yaml(path), context=FROM_FILE)
     except ValidationError as error:
         raise explain(path, error) from error
