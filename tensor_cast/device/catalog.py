@@ -72,7 +72,12 @@ def _load(path: Path) -> DeviceProfile:
     try:
         return DeviceProfile.model_validate(content, context=FROM_FILE)
     except ValidationError as error:
-        raise explain(path, error) from error
+        problem = explain(path, error)
+        if like is None and not {"kernels", "collectives"} <= content.keys():
+            raise ConfigError(
+                f"{problem}; '{_LIKE}: H100_SXM' takes over what is missing of kernels and collectives"
+            ) from error
+        raise problem from error
 
 
 def _taken_over(path: Path, like: object, content: Mapping[str, Any]) -> dict[str, Any]:

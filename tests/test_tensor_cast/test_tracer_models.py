@@ -229,7 +229,7 @@ def test_unknown_type_names_remote_code() -> None:
 
 
 def test_type_without_a_language_model() -> None:
-    with pytest.raises(UnsupportedModelError, match="no causal language model of type .vit. on its own"):
+    with pytest.raises(UnsupportedModelError, match=r"no causal language model of type .vit. on its own"):
         one(raw("llama", model_type="vit"))
 
 
