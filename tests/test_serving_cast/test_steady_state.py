@@ -178,7 +178,8 @@ def test_no_jump_where_the_prompt_meets_the_budget(batch: float) -> None:
 )
 def test_continuous_in_every_parameter(isl: int, osl: int, budget: int, batch: float, hit: float) -> None:
     load = batch * isl * (1 - hit) / osl
-    if load > 0.8 * (budget - batch):
+    # The queue grows with u / (1 - u): a token more or less of 50 moves it by 2 % / (1 - u), without any jump.
+    if load > 0.5 * (budget - batch):
         return
     base = np.array(_result(isl, osl, budget, batch, hit))
     for changed in (
