@@ -214,7 +214,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ({"memory_bandwidth": {"value": "1 TB/s", "source": ""}}, "memory_bandwidth.source: found ''"),
         (
             {"vendor": None, "memory_bytes": None, "collectives": None, "emulates": {"int8": 3}, "x": 1},
-            r"fields vendor, memory_bytes, collectives are missing; .*emulates.int8: .* and 1 more.; .fits_like",
+            r"fields vendor, memory_bytes, collectives are missing; .*emulates.int8: .*.and 1 more.; .fits_like",
         ),
         (
             {"usable_memory_bytes": {"value": "81 GiB", "source": "x"}},
