@@ -81,7 +81,7 @@ class RunResult:
         if not memory.fits:
             found.append(
                 f"does not fit: one rank needs {memory.total_gib:.2f} GiB and the engine has "
-                f"{memory.available_gib:.2f} GiB; use more tp or ep, fewer requests, a shorter context or a smaller "
+                f"{memory.available_gib:.2f} GiB; use more tp or stages (--pp-size), fewer requests, a shorter context or a smaller "
                 "weight format"
             )
         if self.pipeline is not None and self.pipeline.handover.unsafe:
