@@ -81,8 +81,8 @@ class RunResult:
         if not memory.fits:
             found.append(
                 f"does not fit: one rank needs {memory.total_gib:.2f} GiB and the engine has "
-                f"{memory.available_gib:.2f} GiB; use more tp or stages (--pp-size), fewer requests, a shorter context or a smaller "
-                "weight format"
+                f"{memory.available_gib:.2f} GiB; use more tp or stages (--pp-size), fewer requests, a shorter "
+                "context or a smaller weight format"
             )
         if self.pipeline is not None and self.pipeline.handover.unsafe:
             found += self.pipeline.handover.notes
