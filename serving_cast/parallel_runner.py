@@ -25,7 +25,7 @@ from serving_cast.service.rows import Rejection, Row
 from serving_cast.service.search import choose, merit, nearest
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import solve_staged
-from serving_cast.service.steady_state import GRIDS, AggregatedGrid, DecodeGrid, PrefillGrid, SteadyState
+from serving_cast.service.steady_state import GRIDS, AggregatedGrid, DecodeGrid, SteadyState
 from serving_cast.setting import Setting, make_setting
 from tensor_cast.engine.kv_cache import indexer_layers
 from tensor_cast.errors import LegalityError, MsModelingError
@@ -196,9 +196,7 @@ class ParallelRunner:
                 layer_equivalents(parallel.pp_layer_partition, w.num_mtp_tokens),
                 costs.handover,
             )
-            # Chunks of one prompt may fill the pipeline; else as many prompts as batches are under way.
-            chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
-            resident = max(1.0, costs.batches_in_flight / chunks)
+            resident = costs.resident_batches(grid)
             memory = StagedMemory(tuple(self._memory(stage, grid, resident) for stage in costs.stages))
             prompt = max(stage.kv_bytes(w.input_length) for stage in costs.stages)
         else:

@@ -11,7 +11,7 @@ from serving_cast.service.layout_costs import Grid, LayoutCosts, TracedCostsFact
 from serving_cast.service.rows import Row
 from serving_cast.service.staged_costs import StagedCosts
 from serving_cast.service.staged_state import solve_staged
-from serving_cast.service.steady_state import GRIDS, AggregatedGrid, PrefillGrid
+from serving_cast.service.steady_state import GRIDS, AggregatedGrid
 from serving_cast.setting import Setting
 from tensor_cast.core.html_report import Bar, Block, Section, memory_svg, timeline_svg, write_report
 from tensor_cast.ir.record import Phase
@@ -54,8 +54,9 @@ def layout_sections(setting: Setting, row: Row) -> list[Section]:
     name = f"{row.parallel}, {row.phase}, batch {row.batch_size}"
     stages: tuple[LayoutCosts, ...] = costs.stages if isinstance(costs, StagedCosts) else (costs,)
     layers = stage_ranges(partition) if partition else (range(setting.model.num_hidden_layers),)
+    resident = costs.resident_batches(grid) if isinstance(costs, StagedCosts) else 1.0
     bars = [
-        _bar(setting, row, stage, f"stage {i}: layers {own.start}-{own.stop - 1}", grid)
+        _bar(setting, stage, f"stage {i}: layers {own.start}-{own.stop - 1}", grid, resident)
         for i, (stage, own) in enumerate(zip(stages, layers, strict=True))
     ]
     memory = Section(
@@ -70,9 +71,7 @@ def layout_sections(setting: Setting, row: Row) -> list[Section]:
     return [memory, _timeline(costs, grid, row, name)]
 
 
-def _bar(setting: Setting, row: Row, stage: LayoutCosts, label: str, grid: Grid) -> Bar:
-    chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
-    resident = max(1.0, row.batches_in_flight / chunks)
+def _bar(setting: Setting, stage: LayoutCosts, label: str, grid: Grid, resident: float) -> Bar:
     parts = {
         "weights": float(stage.weight_bytes),
         "KV cache": float(stage.pool_bytes(grid, resident)[0]),

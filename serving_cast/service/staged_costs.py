@@ -9,6 +9,7 @@ from functools import cached_property
 from serving_cast.config import ParallelConfig
 from serving_cast.service.layout_costs import Grid, TracedCosts, bound_seconds, rank_memory
 from serving_cast.service.staged_state import Pipe, StagedPricer
+from serving_cast.service.steady_state import PrefillGrid
 from serving_cast.setting import Setting
 from tensor_cast.core.trace_library import TraceLibrary
 from tensor_cast.ir.index_sharing import Handover, hand_over
@@ -42,6 +43,11 @@ class StagedCosts:
     def batches_in_flight(self) -> int:
         """Batches that the engine keeps under way at once."""
         return self.setting.engine.batches_in_flight(len(self.stages))
+
+    def resident_batches(self, grid: Grid) -> float:
+        """Batches whose KV is held at once: chunks of one prompt may fill the pipeline, else as many prompts do."""
+        chunks = grid.chunks if isinstance(grid, PrefillGrid) else 1.0
+        return max(1.0, self.batches_in_flight / chunks)
 
     @cached_property
     def coverage(self) -> float:

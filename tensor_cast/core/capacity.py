@@ -18,6 +18,7 @@ from tensor_cast.engine.kv_specs import IndexerSpec
 from tensor_cast.errors import ConfigError, InfeasibleError
 from tensor_cast.model_config import AttentionKind
 from tensor_cast.pipeline_partition import (
+    AUTO,
     DsaSplit,
     Partition,
     all_partitions,
@@ -35,8 +36,8 @@ from tensor_cast.pipeline_partition import (
 
 __all__ = ["CapacityPlanner"]
 
-#: Values of ``--pp-layer-partition`` that are no partition.
-AUTO, ALL = "auto", "all"
+#: What stands for every partition where one is asked for.
+ALL = "all"
 
 
 class CapacityPlanner(StagePlanner):
